@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
 
+from hf_rocm_tune.foreign import read_json
 from hf_rocm_tune.paths import expand_user
 
 _NAME = "torchvision"
@@ -83,7 +83,7 @@ def is_of_text(model: str) -> bool:
     if directory is None or any((directory / name).is_file() for name in _PROCESSORS):
         return False
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_json(directory / "config.json")
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and not any(name in config for name in _SEES)
@@ -92,7 +92,7 @@ def is_of_text(model: str) -> bool:
 def _base_of(adapter: Path) -> str | None:
     """The base that an adapter names."""
     try:
-        config = json.loads((adapter / _ADAPTER).read_text(encoding="utf-8"))
+        config = read_json(adapter / _ADAPTER)
     except (OSError, ValueError):
         return None
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None

@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.foreign import parse_json
 from hf_rocm_tune.models.base_files import TOKENIZER_FILE, further_templates
 from hf_rocm_tune.models.factory import ModelSource, load_tokenizer
 from hf_rocm_tune.models.files import hub_snapshot
@@ -160,11 +161,11 @@ def _with_template(files: Mapping[str, bytes], trained: Mapping[str, bytes], tem
     return done
 
 
-def _json(content: bytes | None) -> dict[str, Any]:
+def _json(content: bytes | None, what: str = "a file of the tokenizer") -> dict[str, Any]:
     try:
-        found = json.loads(content or b"{}")
+        found = parse_json(content or b"{}")
     except ValueError as error:
-        raise UsageError(f"a file of the tokenizer is no JSON ({error}): copy it again") from error
+        raise UsageError(f"{what} is no JSON that is used ({error}): copy it again") from error
     return found if isinstance(found, dict) else {}
 
 
@@ -229,7 +230,7 @@ def generation_file(base: Path, trained: Path, tokenizer: Any, *, fallback: int 
     content = file.read_bytes() if file else None
     if tokenizer is None:
         return content
-    config = _json(content)
+    config = _json(content, GENERATION_FILE)
     known = config.get("eos_token_id", fallback)
     ends = end_tokens(known, tokenizer)
     if set(ends) <= set(end_tokens_of(known)):

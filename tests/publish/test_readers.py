@@ -21,16 +21,19 @@ from tests.publish.hub_server import write_run
 from tests.publish.strangers import DEEP, ESCAPES, Place, edit, names
 
 READ: dict[str, tuple[str, ...]] = {
-    "package/adapter/adapter_config.json": ("generate", "merge", "sft"),
-    "package/adapter/adapter_model.safetensors": ("generate", "merge", "sft"),
-    "package/adapter/integrity.json": ("generate", "merge", "sft"),
+    "package/adapter/adapter_config.json": ("generate", "merge", "sft", "verify"),
+    "package/adapter/adapter_model.safetensors": ("generate", "merge", "sft", "verify"),
+    "package/adapter/integrity.json": ("generate", "merge", "sft", "verify"),
+    "package/adapter/attested_files.json": ("verify",),
+    "package/adapter/model.sig": ("verify",),
+    "package/adapter/transfer_report.json": ("verify",),
     "package/adapter/tokenizer.json": ("generate", "merge"),
     "package/adapter/tokenizer_config.json": ("generate", "merge"),
     "package/adapter/chat_template.jinja": ("generate", "merge"),
     "package/adapter/generation_config.json": ("generate", "merge"),
-    "package/adapter/run.json": ("generate", "merge", "sft"),
-    "package/base/config.json": ("generate", "merge", "sft", "plan", "preview"),
-    "package/base/model.safetensors": ("generate", "merge", "sft"),
+    "package/adapter/run.json": ("generate", "merge", "sft", "verify"),
+    "package/base/config.json": ("generate", "merge", "sft", "plan", "preview", "verify"),
+    "package/base/model.safetensors": ("generate", "merge", "sft", "verify"),
     "package/base/model.safetensors.index.json": ("generate", "merge", "sft"),
     "package/base/generation_config.json": ("generate", "merge", "sft"),
     "package/base/tokenizer.json": ("sft", "preview"),
@@ -94,7 +97,7 @@ SAMPLE = {
     ("package/base/special_tokens_map.json", "deep"), ("package/base/preprocessor_config.json", "escapes"),
     ("package/base/adapter_config.json", "list"), ("rows/train.jsonl", "pipe"), ("recipe.yaml", "pipe"),
     ("template.jinja", "raw"), ("prompts.jsonl", "surrogate"), ("package/result/README.md", "link"),
-    ("package/adapter/generation_config.json", "bytes"),
+    ("package/adapter/generation_config.json", "bytes"), ("package/adapter/model.sig", "pipe"),
 }  # fmt: skip
 
 
@@ -123,6 +126,7 @@ def argv_of(place: Place, verb: str) -> tuple[str, list[str]]:
         "plan": ("plan", ["--model", str(place.base), "--method", "lora"]),
         "report": ("report", [str(place.room / "package" / "result")]),
         "push": ("push", [str(place.room / "package" / "result"), "user/name"]),
+        "verify": ("verify", [str(place.adapter), "--base", str(place.base)]),
     }.get(verb, (verb, place.argv(verb) if verb in ("generate", "merge", "sft") else []))
 
 
@@ -136,7 +140,7 @@ def endure(place: Place, verb: str) -> tuple[int, str]:
     done = place.run(command, *argv)
     said = re.sub(r"\x1b\[[0-9;]*m|\r", "", done.stdout + done.stderr)
     assert "Traceback" not in said, said[-3000:]
-    allowed = (0, 1, 2) if verb == "push" else (0, 2)  # 1: there is no Hub
+    allowed = {"push": (0, 1, 2), "verify": (0, 2, 3)}.get(verb, (0, 2))  # 1: there is no Hub; 3: it is damaged
     assert done.code in allowed and len(done.error_lines) == (done.code != 0), f"{done.code}: {said[-2000:]}"
     assert not ACTS.search(said), said
     assert names(place.victim) == outside and "private" not in said
