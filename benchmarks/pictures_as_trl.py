@@ -29,7 +29,7 @@ from hf_rocm_tune.settings.arguments import RanksArguments, TuneArguments
 from tests.e2e.command import CommandServer, Result
 
 WAYS = {"as TRL": ["--loss_on_picture_tokens", "true"], "masked": []}
-LIKE_TRL = ["--train_vision_tower", "lora", "--train_projector", "lora"]
+LIKE_TRL = ["--lora_target_modules", "all-linear"]
 STOCK = """
 import runpy, sys
 

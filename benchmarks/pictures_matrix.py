@@ -91,12 +91,10 @@ def main() -> None:
             found.append(row)
             told = " | ".join(str(row[phase]) for phase in given.phases).replace(str(given.rows), "ROWS")
             print(f"| {row['model']} | {row['rows']} | {told} |", flush=True)
+            content = json.dumps({"command": "pictures_matrix", "cells": found}).replace(str(given.rows), "ROWS")
+            if given.json:
+                given.json.write_text(content.replace(str(given.models), "MODELS") + "\n")
         server.close()
-    content = json.dumps({"command": "pictures_matrix", "cells": found}).replace(str(given.rows), "ROWS")
-    content = content.replace(str(given.models), "MODELS")
-    if given.json:
-        given.json.write_text(content + "\n")
-    print(content)
 
 
 if __name__ == "__main__":

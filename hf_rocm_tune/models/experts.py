@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 FORWARD = "packed_4bit"
 CHECKSUMS_OF_EXPERTS = 64 << 20
 """Bytes of experts' checksums that are on a card in sampled checks of products; the host keeps the others."""
+CHECKED_AT_ONCE = 1 << 23
+"""Elements of an activation that the checks of products widen to float32 at once."""
 _BLOCK = 64  # values of a constant, in NF4
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

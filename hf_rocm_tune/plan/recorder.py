@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
 from hf_rocm_tune.models import recompute
+from hf_rocm_tune.models.experts import CHECKED_AT_ONCE
 from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment
 from hf_rocm_tune.plan.request import quiet
 from hf_rocm_tune.plan.sample import Sample
@@ -43,7 +44,8 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
     platform, autocast = request.platform, request.autocast
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     most = MOST_WITH_PICTURES if request.pictures else MOST_OPERATIONS
-    recorder = Recorder(tape, [*model.parameters(), *model.buffers()], platform, most=most)
+    checked = bool(request.pictures)
+    recorder = Recorder(tape, [*model.parameters(), *model.buffers()], platform, most=most, checks_tower=checked)
     mode = DeviceMode(
         platform=platform,
         autocast=autocast,
@@ -214,10 +216,21 @@ class Recorder(TorchDispatchMode):
     """Records the operations inside its ``with`` block on a tape, below autograd.
 
     ``existing`` tensors do not count; ``platform``: whose kernels count; ``most``: operations, RuntimeError beyond.
+    ``checks_tower``: outside of the language model's layers, where a tower may have the peak, the float32 copies count
+    that the checks of products make (``train/arithmetic/``).
     """
 
-    def __init__(self, tape: Tape, existing: Iterable[Tensor], platform: str, *, most: int = MOST_OPERATIONS) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        existing: Iterable[Tensor],
+        platform: str,
+        *,
+        most: int = MOST_OPERATIONS,
+        checks_tower: bool = False,
+    ) -> None:
         super().__init__()
+        self._checks_tower = checks_tower
         self.tape, self._platform, self._most = tape, platform, most
         self._known: dict[int, object] = {id(storage): storage for storage in map(Tensor.untyped_storage, existing)}
         self._index: dict[int, int] = {}
@@ -260,6 +273,9 @@ class Recorder(TorchDispatchMode):
                 segment.unpacked += math.prod(args[2])
             elif name == "bitsandbytes::dequantize_4bit":
                 segment.unpacked += out.numel()
+            if self._checks_tower and segment.role in ("start", "end") and name in _CHECKED:
+                operand = args[_CHECKED[name]]
+                self._event(self._new(4 * min(max(operand.numel(), out.numel()), CHECKED_AT_ONCE)), -1)
             if has_a_rate:
                 segment.written = written
         if workspace is not None:
@@ -291,6 +307,8 @@ class Recorder(TorchDispatchMode):
         self._event(index, -1)
 
 
+#: Products of linear layers, and which of their arguments is the layer's input.
+_CHECKED = {"aten::mm": 0, "aten::addmm": 1}
 #: Products that torch's table lacks.
 _PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::int8_scaled_mm", "aten::_grouped_mm"})
 

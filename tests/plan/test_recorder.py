@@ -243,6 +243,20 @@ def test_a_storage_counts_once_and_views_not_at_all() -> None:
     assert [(each.role, each.layer) for each in tape.segments] == [("start", -1)]
 
 
+def test_the_float32_copy_that_checks_a_towers_product_counts_and_is_bounded() -> None:
+    def sizes(rows: int, role: str) -> list[int]:
+        tape, inputs = Tape(), torch.empty(rows, 64, device="meta", dtype=torch.bfloat16)
+        weight = torch.empty(16, 64, device="meta", dtype=torch.bfloat16)
+        with Recorder(tape, [inputs, weight], "hip", checks_tower=True) as recorder:
+            recorder.segment(role)
+            torch.mm(inputs, weight.t())
+        return tape.sizes
+
+    assert sizes(100, "start") == sizes(100, "end") == [100 * 16 * 2, 100 * 64 * 4]
+    assert sizes(100, "forward") == [100 * 16 * 2]
+    assert sizes(1 << 18, "start")[1] == 4 << 23
+
+
 # ---- what cannot be planned -------------------------------------------------------------------------------------
 
 

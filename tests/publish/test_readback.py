@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -228,3 +229,49 @@ def test_a_file_that_says_something_else_is_not_kept(
         export.export(out, tools, lambda _: None)
     assert named in str(refused.value), refused.value
     assert not (out / "gguf").exists() and manifest.verify(out) == []
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks by an old name
+def test_a_gemma_that_reads_pictures_becomes_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the names of its publisher's files, which this transformers changes while it loads them."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+
+    marks = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    (tmp_path / "text").mkdir()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gemma(tmp_path / "text"))
+    tokenizer.add_special_tokens({"extra_special_tokens": list(marks.values())}, replace_extra_special_tokens=False)
+    tokenizer._set_model_specific_special_tokens(marks)
+    text = transformers.AutoConfig.from_pretrained(tmp_path / "text" / "base")
+    text.vocab_size = len(tokenizer)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {name.replace("token", "token_index"): tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=transformers.SiglipVisionConfig(**sizes, image_size=112, patch_size=14),
+        mm_tokens_per_image=4,
+        **ids,
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model.save_pretrained(base)
+    stored = load_file(base / "model.safetensors")
+    published = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in stored.items()}
+    save_file(published, base / "model.safetensors", metadata={"format": "pt"})
+    get_peft_model(model, LoraConfig(r=4, target_modules=r".*language_model.*q_proj")).save_pretrained(adapter)
+    seeing = transformers.Gemma3ImageProcessorPil(size={"height": 112, "width": 112})
+    for place in (base, adapter):
+        transformers.Gemma3Processor(
+            image_processor=seeing, tokenizer=tokenizer, image_seq_length=4, chat_template=tokenizer.chat_template
+        ).save_pretrained(place)
+    shutil.copy(tmp_path / "text" / "base" / "tokenizer.model", base)
+    code = cli.main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(base), "--gguf", "f32"])
+    said = capsys.readouterr().err
+    assert code == 0, said
+    assert {path.name for path in (tmp_path / "out/gguf").glob("*.gguf")} == {"out-F32.gguf", "mmproj-out.gguf"}
+    tower = [name for name in published if name.startswith("vision_tower.") and ".head." not in name]
+    there = [values() for values in export.tensors_of(tmp_path / "out/gguf/mmproj-out.gguf").values()]
+    for name in tower:
+        wanted = published[name].float().reshape(-1).numpy()
+        assert any(each.size == wanted.size and np.array_equal(each, wanted) for each in there), name

@@ -37,13 +37,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_rocm_tune.models.experts import CHECKED_AT_ONCE
+
 SHARE = 0.007
 """Of a step's time, as estimated by `share_of_step`, that the sampled checks may take."""
 DEVIATIONS = 8.5
 """The ``t`` of the module's description."""
 VECTORS = 3
 """Random vectors of each side."""
-CHUNK = 1 << 23
+CHUNK = CHECKED_AT_ONCE
 """Elements of an activation that are widened to float32 at once."""
 FLOAT32 = 2.0**-24
 """Unit roundoff of float32."""
