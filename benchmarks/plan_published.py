@@ -5,8 +5,8 @@
 Only setups whose model, method, length and micro-batch the source states; rank, targets, dropout, optimizer and
 recomputation are the source's where its configuration says them. Compared is the peak of torch's allocator, in units of
 10^9 bytes. The planner plans TRL's fused loss: where a source computes whole logits, what these would take at the loss
-stands beside, and the truth is expected between the plan and the sum of both. No source ran PEFT with TRL 1.16; in what
-each differs stands beside it. Speed is compared on the one card of RDNA3 that is among them.
+stands beside, with the ratio of the peak that they would make; the truth is expected between the two ratios. No source
+ran PEFT with TRL 1.16; in what each differs stands beside it. Speed is compared on the one card of RDNA3 among them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from hf_rocm_tune.machine import process  # noqa: E402
 from hf_rocm_tune.plan import (  # noqa: E402
     PUBLIC_MODELS,
     CardMemory,
+    Estimate,
+    Plan,
     PlanRequest,
     card_memory,
     config_of,
@@ -65,6 +67,14 @@ SHAPES = {
     "Phi-2": shape("phi", "PhiForCausalLM", 2560, 10240, 32, 32, 32, 51200),
     "Phi-3-mini": shape("phi3", "Phi3ForCausalLM", 3072, 8192, 32, 32, 32, 32064, **PHI3),
     "Falcon-7B": shape("falcon", "FalconForCausalLM", 4544, 18176, 32, 71, 1, 65024, **FALCON),
+    "Qwen2.5-1.5B": shape("qwen2", "Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True),
+    "Qwen2.5-7B": shape("qwen2", "Qwen2ForCausalLM", 3584, 18944, 28, 28, 4, 152064),
+    "SmolLM2-135M": shape(*LLAMA, 576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True),
+    "SmolLM2-360M": shape(*LLAMA, 960, 2560, 32, 15, 5, 49152, tie_word_embeddings=True),
+    "SmolLM2-1.7B": shape(*LLAMA, 2048, 8192, 24, 32, 32, 49152, tie_word_embeddings=True),
+    "Llama-3.2-1B": shape(*LLAMA, 2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),
+    "Mistral-7B-v0.3": shape("mistral", "MistralForCausalLM", 4096, 14336, 32, 32, 8, 32768),
+    "deepseek-coder-1.3b": shape(*LLAMA, 2048, 5504, 24, 16, 16, 32256),
     "Llama-3-8B": next(
         dict(model.fields) for model in PUBLIC_MODELS if model == public_model("meta-llama/Llama-3.1-8B")
     ),
@@ -116,6 +126,13 @@ SOURCES["litgpt-23"] = (
     "A100 of 40 GB: 'the longest training example' of Alpaca has 1304 tokens (Llama 2) or 1044 (phi-1.5)",
     "its own model of 2023, all in bfloat16, logits in parts of 128 tokens; its code puts the longest row into the "
     "first batch, prints max_memory_allocated, and trains rank 8 on query and value, as its numbers of parameters say",
+)
+SOURCES["t4"] = (
+    "fitcheck-llm 0.3.1 (source package, https://pypi.org/project/fitcheck-llm/0.3.1/), data/measurements: "
+    "t4-sweep-2026-09-15.json, t4-phase3-2026-09-16.json and final-t4-20260921.json, one row of each setting (one T4; "
+    "measured.peak_allocated_mib; transformers 5.17 and 5.0, PEFT 0.20 and 0.19)",
+    "transformers' own loss on whole logits; float16 without autocast; rows without a mask; QLoRA after PEFT's "
+    "prepare_model_for_kbit_training, which makes embeddings, norms, head and what passes between layers float32",
 )
 QV = {"rank": 32, "targets": ("q_proj", "v_proj"), "dropout": 0.05}
 ALL = {"rank": 8, "dropout": 0.05}
@@ -207,6 +224,64 @@ SETUPS: tuple[tuple[Any, ...], ...] = (
     ("litgpt-23", "Llama-2-13B", "qlora", 1, 1304, {**QV8, "nested": True}, 22.55, None),
 )
 
+#: Of a T4: model, method, attention and rank, and by micro-batch and length the peak in MiB.
+T4_MIB: dict[tuple[str, str, str, int], dict[tuple[int, int], float]] = {
+    ("Qwen2.5-1.5B", "lora", "eager", 32): {(2, 1024): 7405.8, (1, 2048): 7410.3},
+    ("Qwen2.5-1.5B", "lora", "sdpa", 32): {(2, 1024): 7401.8, (1, 2048): 7402.3},
+    ("Qwen2.5-1.5B", "qlora", "eager", 32): {(2, 1024): 6838.5, (1, 2048): 6850.0},
+    ("Qwen2.5-1.5B", "qlora", "sdpa", 32): {(2, 1024): 6827.7, (1, 2048): 6831.2},
+    ("SmolLM2-1.7B", "lora", "eager", 32): {(4, 1024): 6536.7, (1, 2048): 5706.2},
+    ("SmolLM2-1.7B", "lora", "sdpa", 32): {(4, 1024): 6528.7, (1, 2048): 4977.0},
+    ("SmolLM2-1.7B", "qlora", "eager", 32): {(4, 1024): 5297.3, (1, 2048): 4323.0},
+    ("SmolLM2-1.7B", "qlora", "sdpa", 32): {(4, 1024): 5281.3, (1, 2048): 3345.8},
+    ("SmolLM2-135M", "lora", "eager", 32): {(2, 512): 1027.3, (1, 4096): 3180.1},
+    ("SmolLM2-135M", "lora", "sdpa", 32): {(2, 512): 1026.9, (1, 4096): 3148.1},
+    ("SmolLM2-135M", "qlora", "eager", 32): {(2, 512): 1067.2, (1, 4096): 3679.3},
+    ("SmolLM2-135M", "qlora", "sdpa", 32): {(2, 512): 1063.8, (1, 4096): 3576.8},
+    ("SmolLM2-360M", "lora", "eager", 32): {(1, 4096): 4908.5},
+    ("SmolLM2-360M", "lora", "sdpa", 32): {(1, 4096): 3754.8},
+    ("SmolLM2-360M", "qlora", "eager", 32): {(1, 4096): 5687.2},
+    ("SmolLM2-360M", "qlora", "sdpa", 32): {(1, 4096): 4017.8},
+    ("TinyLlama-1.1B", "lora", "eager", 32): {(2, 512): 2757.2, (2, 1024): 3518.1, (2, 2048): 6616.1},
+    ("TinyLlama-1.1B", "lora", "sdpa", 32): {(2, 512): 2756.2, (2, 1024): 3287.8, (2, 2048): 4354.1},
+    ("TinyLlama-1.1B", "qlora", "eager", 32): {
+        (2, 512): 1850.3,
+        (1, 1024): 2020.4,
+        (2, 1024): 2876.3,
+        (4, 1024): 4589.6,
+        (8, 1024): 8017.9,
+        (2, 2048): 6651.0,
+    },
+    ("TinyLlama-1.1B", "qlora", "sdpa", 32): {
+        (2, 512): 1849.3,
+        (1, 1024): 1843.1,
+        (2, 1024): 2531.6,
+        (4, 1024): 3895.6,
+        (8, 1024): 6631.7,
+        (12, 1024): 9371.7,
+        (2, 2048): 3895.9,
+    },
+    ("Llama-3.2-1B", "qlora", "eager", 16): {(1, 1024): 3728.1},
+    ("Llama-3.2-1B", "qlora", "sdpa", 16): {(1, 1024): 3723.1},
+    ("Llama-3.2-3B", "qlora", "eager", 16): {(1, 1024): 5498.5},
+    ("Llama-3.2-3B", "qlora", "sdpa", 16): {(1, 1024): 5495.0},
+    ("Mistral-7B-v0.3", "qlora", "eager", 16): {(1, 1024): 6190.6},
+    ("Mistral-7B-v0.3", "qlora", "sdpa", 16): {(1, 1024): 6056.3},
+    ("Qwen2.5-7B", "qlora", "eager", 16): {(1, 1024): 10584.8},
+    ("Qwen2.5-7B", "qlora", "sdpa", 16): {(1, 1024): 10585.8},
+    ("Qwen2.5-Coder-1.5B", "qlora", "eager", 16): {(1, 1024): 4235.8},
+    ("Qwen2.5-Coder-1.5B", "qlora", "sdpa", 16): {(1, 1024): 4235.2},
+    ("deepseek-coder-1.3b", "qlora", "eager", 16): {(1, 1024): 1975.5},
+    ("deepseek-coder-1.3b", "qlora", "sdpa", 16): {(1, 1024): 1971.7},
+}
+T4 = {"checkpointing": True, "autocast": False, "optim": "adamw_torch", "dtype": "float16"}
+T4 |= {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")}
+SETUPS += tuple(
+    ("t4", model, method, *case, {**T4, "attention": attention, "rank": rank}, mib * (1 << 20) / 1e9, None)
+    for (model, method, attention, rank), measured in T4_MIB.items()
+    for case, mib in measured.items()
+)
+
 
 #: Why a ratio is what it is, as far as that is known: by source, and by method or model.
 REASONS = {
@@ -244,6 +319,8 @@ REASONS = {
         "Phi-1.5",
     ): "transformers' gelu_new keeps its steps; in one kernel, as there, 0.77 to 0.89: not explained",
     ("litgpt-23", "lora"): "within 7 %, below; not explained",
+    ("t4", "lora"): "whole logits",
+    ("t4", "qlora"): "whole logits, and float32 where ours is 16 bits: norms, embeddings, head, states between layers",
     ("litgpt-23", "qlora"): "not explained: its 4-bit weights save less of its LoRA's peak than they are smaller",
 }
 
@@ -264,10 +341,31 @@ def compare(card: CardMemory, setup: tuple[Any, ...]) -> dict[str, Any]:
     # logits in their dtype, as float32, and their gradient as float32
     logits = found.case.micro_batch * found.case.length * plan.sample.vocabulary * (10 if request.autocast else 12)
     row |= {"memory_ratio": round(planned / gigabytes, 2), "whole_logits_gb": round(logits / 1e9, 2)}
+    row |= {"attention": request.attention}
+    whole = with_whole_logits(found, logits, of_float32_parts(plan) if source == "t4" and method == "qlora" else 0)
+    row |= {"ratio_with_whole_logits": round(whole / 1e9 / gigabytes, 2)}
     if tokens:
         speed = found.tokens_per_second
         row |= {"published_tokens_s": tokens, "planned_tokens_s": round(speed), "speed_ratio": round(speed / tokens, 2)}
     return row
+
+
+def with_whole_logits(found: Estimate, logits: float, more: float) -> float:
+    """The peak in bytes where the loss builds all logits, and ``more`` bytes are there all the time."""
+    at_loss = max(level for moment, level in found.moments.items() if moment in ("head", "loss"))
+    return more + max(found.allocated, at_loss + logits)
+
+
+def of_float32_parts(plan: Plan) -> float:
+    """Bytes that embeddings, norms and head take more in float32 than in 16 bits."""
+    weights = (each for each in plan.sample.weights() if each.part == "weights" and not each.trained)
+    return float(
+        sum(
+            each.nbytes * (1 if each.layer < 0 else plan.sample.layer_of.count(each.layer))
+            for each in weights
+            if each.elements and each.nbytes == 2 * each.elements
+        )
+    )
 
 
 def main() -> None:
@@ -284,8 +382,9 @@ def main() -> None:
         speed = f"{row['planned_tokens_s']} of {row['published_tokens_s']} tokens/s; " if "speed_ratio" in row else ""
         memory = f"{row['planned_gb']:5.1f} of {row['published_gb']:5.1f} ({row['memory_ratio']:.2f})"
         logits = f"+{row['whole_logits_gb']:.1f}"
-        what = f"{row['source']:<9} {row['model']:<14} {row['method']:<5} {how:<20}"
-        print(f"{what} {memory} {logits:>5}  {speed}{row['reason']}")
+        logits += f" ({row['ratio_with_whole_logits']:.2f})"
+        what = f"{row['source']:<9} {row['model']:<19} {row['method']:<5} {row['attention']:<5} {how:<20}"
+        print(f"{what} {memory} {logits:>13}  {speed}{row['reason']}")
     for name, (where, differs) in SOURCES.items():
         print(f"{name}: {where}\n  differs: {differs}")
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "peft", "trl", "bitsandbytes")}

@@ -1,139 +1,249 @@
-"""Tries architectures by method and writes docs/models.md: ``python scripts/model_coverage.py [NAME ...]``.
+"""Tries every architecture of transformers by every method, and writes docs/models.md from what came of it.
 
-Each is a model of its own configuration class with random weights and few, small layers, trained for two steps on the
-CPU by the real commands, every byte verified; and planned for a 20 GB card. What is refused or fails is shown with the
-first line that a user would see. With names only those are tried and printed, and nothing is written.
+    python scripts/model_coverage.py --shard 1/8 [--kind causal] [--cells LoRA plan] [--only NAME ...] [--redo]
+    python scripts/model_coverage.py --page
+
+Each is a small version of its own configuration (`small_versions.py`) with random weights, trained for two steps on the
+CPU by the real command, every byte verified; planned for a 20 GB card; and its adapter merged. What is refused or fails
+is kept with the first line that a user sees. Results are added to `benchmarks/results/`, and what is there already is
+not tried again without ``--redo``; ``--only`` shows whole lines of errors.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import multiprocessing
+import os
 import re
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import small_versions  # noqa: E402
+
 PAGE = ROOT / "docs" / "models.md"
+RESULTS = ROOT / "benchmarks" / "results" / "2026-11-29-cpu-model-coverage.json"
 METHODS = {"LoRA": [], "QLoRA": ["--load_in_4bit"], "all weights": ["--use_peft", "false"]}
-
-_SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-_SIZE |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "sliding_window": 64}
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
-_EXPERTS |= {"moe_intermediate_size": 64, "n_group": 1, "topk_group": 1, "shared_expert_intermediate_size": 64}
-_LATENT = {"kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
-_LATENT |= {"first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 32}
-#: By the name of the configuration class without ``Config``: what it needs besides the usual sizes.
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Olmo2", "Granite", "Starcoder2")},
-    **{name: {} for name in ("StableLm", "Cohere2", "Glm4", "Exaone4", "Ernie4_5", "SeedOss", "GPTNeoX")},
-    "Gemma2": {"query_pre_attn_scalar": 32},
-    "Gemma3Text": {"query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
-    "Phi": {},
-    "Phi3": {"original_max_position_embeddings": 256, "head_dim": None},
-    "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
-    "Bloom": {"n_layer": 2, "n_head": 2},
-    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": None},
-    "Mamba2": {"state_size": 16, "num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
-    "Lfm2": {"layer_types": ["conv", "full_attention"]},
-    "Qwen3Next": {**_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
-    | {"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
-    **{name: {**_EXPERTS} for name in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "GraniteMoe", "Glm4Moe")},
-    "GptOss": {**_EXPERTS, "intermediate_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    **{name: {**_EXPERTS, **_LATENT} for name in ("DeepseekV2", "DeepseekV3")},
-}
+CELLS = (*METHODS, "plan", "merge")
+GOOD = {**dict.fromkeys(METHODS, "trained"), "plan": "planned", "merge": "merged"}
+KINDS = {"causal": "Language models", "image-text": "Models that read pictures"}
+SECONDS = 90.0  # of one command
 
 
-def build(name: str, folder: Path) -> Path:
-    """A model of an architecture with its tokenizer; its folder."""
+def try_one(model_type: str, kind: str, cells: list[str], place: Path, data: Path, server: Any) -> dict[str, Any]:
+    """What came of an architecture: of each cell what a user sees."""
+    row: dict[str, Any] = {"architecture": small_versions.model_types(kind)[model_type], "cells": {}}
+    folder = place / model_type
+    why = _built(model_type, kind, folder)
+    if why is not None:
+        return row | {"cells": dict.fromkeys(cells, f"not built: {why}")}
+    for name in cells:
+        begun = time.monotonic()
+        row["cells"][name] = _cell(name, folder, place, data, server)
+        row.setdefault("seconds", {})[name] = round(time.monotonic() - begun, 1)
+    return row
+
+
+def _built(model_type: str, kind: str, folder: Path) -> str | None:
+    """Builds a model in a process of its own; why that failed, or None."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_build, args=(model_type, kind, folder, writer))
+    child.start()
+    writer.close()
+    child.join(SECONDS)
+    if child.is_alive():
+        child.kill()
+        return f"it takes more than {SECONDS:g} seconds"
+    try:
+        said: str | None = reader.recv()
+    except EOFError:
+        return f"its process ended with {child.exitcode}"
+    return said
+
+
+def _build(model_type: str, kind: str, folder: Path, writer: Any) -> None:
     import torch
     import transformers
 
     from tests import tiny
 
+    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    tokenizer = tiny.build_tokenizer()
-    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
-    torch.manual_seed(0)
-    values = {key: value for key, value in (_SIZE | ARCHITECTURES[name]).items() if (key, value) != ("head_dim", None)}
-    config = getattr(transformers, f"{name}Config")(vocab_size=512, **ids, **values)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    tokenizer.save_pretrained(folder / name)
-    return folder / name
+    try:
+        small_versions.build(model_type, kind, folder, tiny.build_tokenizer())
+        writer.send(None)
+    except Exception as error:  # whatever an architecture raises
+        text = str(error).strip().splitlines()
+        writer.send(f"{type(error).__name__}: {' '.join(text)[:300] if text else ''}")
 
 
-def tried(names: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Of each architecture: its name, and what came of each method and of the plan."""
-    from tests import tiny
-    from tests.e2e.command import CommandServer
+def _cell(name: str, model: Path, place: Path, data: Path, server: Any) -> str:
+    output = place / f"{model.name}-out"
+    if name in METHODS:
+        shutil.rmtree(output, ignore_errors=True)
+        words = ["--model", model, "--dataset", data, "--output_dir", output, "--max_steps", 2, "--save_strategy", "no"]
+        words += ["--batch_size", 2, "--max_seq_length", small_versions.LENGTH, "--disable_tqdm", "true"]
+        done = _ended(server, [*map(str, words), *METHODS[name]], {})
+        if name == "LoRA" and not done.code:
+            shutil.copytree(output, place / f"{model.name}-adapter", dirs_exist_ok=True)
+        return _line(done) if done.code else _trained(output)
+    if name == "plan":
+        words = ["--model", model, "--gpu", "rx7900xt", "--seq", small_versions.LENGTH, "--json"]
+        done = _ended(server, [*map(str, words)], {"VERB": "plan"})
+        return _line(done) if done.code else GOOD[name]
+    adapter = place / f"{model.name}-adapter"
+    if not adapter.is_dir():
+        return "no adapter"
+    done = _ended(server, [str(adapter), str(place / f"{model.name}-merged")], {"VERB": "merge"})
+    shutil.rmtree(place / f"{model.name}-merged", ignore_errors=True)
+    return _line(done) if done.code else GOOD[name]
 
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch)
-        data = tiny.write_dataset_dir(place / "data")
-        server = CommandServer(place / "server")
-        for name in names:
-            try:
-                model, cells = build(name, place), []
-            except (TypeError, ValueError, AttributeError, ImportError, RuntimeError) as error:
-                yield name, [f"not tried: {str(error).splitlines()[0]}"] * 4
-                continue
-            for number, flags in enumerate(METHODS.values()):
-                output = place / f"{name}-{number}"
-                usual = f"--model {model} --dataset {data} --output_dir {output} --max_steps 2 --save_strategy no"
-                usual += " --batch_size 2 --max_seq_length 64 --disable_tqdm true"
-                done = server.run(*usual.split(), *flags)
-                cells.append(_line(done) if done.code else _trained(output))
-            plan = server.run(
-                *("--model", str(model), "--gpu", "rx7900xt", "--seq", "64", "--json"), env={"VERB": "plan"}
-            )
-            yield name, [*cells, _line(plan) if plan.code else "planned"]
-        server.close()
+
+def _ended(server: Any, words: list[str], env: dict[str, str]) -> Any:
+    from tests.e2e.command import Result
+
+    try:
+        return server.start(*words, env={"OMP_NUM_THREADS": "1", **env}).wait(timeout=SECONDS)
+    except AssertionError:
+        return Result(code=-9, stdout="", stderr=f"TimeoutError: more than {SECONDS:g} seconds")
 
 
 def _trained(output: Path) -> str:
     covered = json.loads((output / "transfer_report.json").read_text())["coverage"]
     whole = covered["verified_bytes"] == covered["device_bytes"] > 0
-    return "trained" if whole else f"trained, {covered['unverified']} unverified"
+    return "trained" if whole else f"fails: trained, {covered['unverified']} unverified"
 
 
 def _line(done: Any) -> str:
-    """What a user sees of a refusal or a failure."""
-    said = done.error_lines or done.stderr.strip().splitlines()[-1:] or ["?"]
-    words = "refused: " if done.error_lines else "fails: "
-    text = re.sub(r"(/tmp/[^\s/]+/|model /?)\S*?(?=:|\s|$)", "", said[0].removeprefix("hf-rocm-tune: error: "))
-    return words + text.replace("|", "/").strip()
+    """What a user sees of a refusal, or the last line of a failure."""
+    lines = done.error_lines or [line for line in done.stderr.strip().splitlines() if line.strip()][-1:] or ["?"]
+    text = re.sub(r"/tmp/\S*?(?=[:;,'\s]|$)", "MODEL", lines[0].removeprefix("hf-rocm-tune: error: "))
+    return f"{'refused' if done.error_lines and done.code == 2 else 'fails'}: {text.replace('|', '/').strip()[:400]}"
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page of all results, by kind and family."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    lines = [
+        "# Models",
+        "",
+        f"Written by `scripts/model_coverage.py` on {found['date']} from what it tried: every architecture of "
+        "transformers, as a small version",
+        "of its own configuration with random weights, on a CPU, by the real commands. *trained*: two steps of `sft`, "
+        "all verified.",
+        "*planned*: for a 20 GB card. *merged*: the adapter of LoRA into the weights. No architecture is refused by "
+        f"name. With {versions}.",
+        "",
+        "| | architectures | " + " | ".join(CELLS) + " |",
+        "|---|---|" + "---|" * len(CELLS),
+    ]
+    for kind, title in KINDS.items():
+        rows = list(found[kind].values())
+        counts = [sum(row["cells"].get(cell) == GOOD[cell] for row in rows) for cell in CELLS]
+        shares = [f"{count} ({100 * count / max(len(rows), 1):.0f} %)" for count in counts]
+        lines.append(f"| {title.lower()} | {len(rows)} | {' | '.join(shares)} |")
+    for kind, title in KINDS.items():
+        lines += ["", f"## {title}", "", f"| family | architecture | {' | '.join(CELLS)} |", "|---|---|" + "---|" * 5]
+        reasons: dict[str, list[str]] = {}
+        for name in sorted(found[kind], key=lambda each: (family(each), each)):
+            row = found[kind][name]
+            cells = [_short(row["cells"].get(cell, "not tried"), cell) for cell in CELLS]
+            lines.append(f"| {family(name)} | {row['architecture']} | {' | '.join(cells)} |")
+            for cell in CELLS:
+                said = row["cells"].get(cell, "")
+                if ": " in said:
+                    reasons.setdefault(f"{row['architecture']}: {said}", []).append(cell)
+        if reasons:
+            lines += ["", "Why not:", ""]
+            lines += [f"- {', '.join(cells)} of {_escaped(said)}" for said, cells in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _short(said: str, cell: str) -> str:
+    return "yes" if said == GOOD[cell] else said.split(":")[0]
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([<>*_`])", r"\\\1", text)
+
+
+def family(model_type: str) -> str:
+    """The letters with which a model type begins: ``qwen`` of ``qwen3_moe``."""
+    found = re.match(r"[a-z]+", model_type)
+    return found.group() if found else model_type
+
+
+def stored() -> dict[str, Any]:
+    empty: dict[str, Any] = {"benchmark": "model_coverage", **{kind: {} for kind in KINDS}}
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else empty
+
+
+def store(found: dict[str, Any]) -> None:
+    names = ("transformers", "trl", "peft", "bitsandbytes")
+    found |= {"date": time.strftime("%Y-%m-%d"), "versions": {each: metadata.version(each) for each in names}}
+    text = json.dumps(found, indent=1, sort_keys=True) + "\n"
+    RESULTS.write_text(text, encoding="utf-8")
 
 
 def main() -> int:
-    """Tries what is named, or all, and writes the page. Returns 0."""
-    names = sys.argv[1:] or list(ARCHITECTURES)
-    lines = PAGE.read_text(encoding="utf-8").splitlines() if sys.argv[1:] else []
-    rows = {
-        line.split(" | ")[0][2:]: line
-        for line in lines
-        if line.startswith("| ") and line[2:].split(" ")[0] in ARCHITECTURES
-    }
-    reasons = [line for line in lines if line.startswith("- ") and line[2:].split(",")[0] not in names]
-    for name, cells in tried(names):
-        rows[name] = f"| {name} | {' | '.join(cell.split(':')[0] for cell in cells)} |"
-        found = zip((*METHODS, "plan"), cells, strict=True)
-        reasons += [f"- {name}, {what}: {cell}" for what, cell in found if ":" in cell]
-        print(rows[name], flush=True)
-    versions = ", ".join(f"{each} {metadata.version(each)}" for each in ("transformers", "trl", "peft", "bitsandbytes"))
-    head = f"| architecture | {' | '.join((*METHODS, 'plan'))} |\n|---|{'---|' * (len(METHODS) + 1)}\n"
-    why = ["", "## Why not", "", *reasons] if reasons else []
-    text = (
-        "# Models\n\nWritten by `scripts/model_coverage.py` from what it tried: these architectures with random "
-        "weights and two small layers,\non a CPU, by the real commands. *trained*: two steps of `sft`, all verified. "
-        f"*planned*: for a 20 GB card. No\narchitecture is refused by name. With {versions}.\n\n"
-    )
-    lines = [rows[name] for name in ARCHITECTURES if name in rows] + why
-    PAGE.write_text(text + head + "\n".join(lines) + "\n", encoding="utf-8")
+    """Tries a shard, or writes the page. Returns 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shard", default="1/1", help="the first of eight parts: 1/8")
+    parser.add_argument("--kind", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--cells", choices=CELLS, nargs="+", default=list(CELLS))
+    parser.add_argument("--only", nargs="+", help="these model types, printed in full")
+    parser.add_argument("--redo", action="store_true", help="try again what failed")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no other architecture after so many")
+    parser.add_argument("--page", action="store_true", help="write docs/models.md from the results")
+    wanted = parser.parse_args()
+    if wanted.page:
+        PAGE.write_text(page(stored()), encoding="utf-8")
+        return 0
+    from tests import tiny
+    from tests.e2e.command import CommandServer
+
+    part, parts = map(int, wanted.shard.split("/"))
+    begun = time.monotonic()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        data = tiny.write_dataset_dir(place / "data")
+        server = CommandServer(place / "server")
+        for kind in wanted.kind:
+            names = [each for each in small_versions.model_types(kind) if not wanted.only or each in wanted.only]
+            for name in names[part - 1 :: parts]:
+                if time.monotonic() - begun > wanted.seconds:
+                    break
+                known = stored()[kind].get(name, {}).get("cells", {})
+                again = wanted.redo or bool(wanted.only)
+                cells = [each for each in wanted.cells if each not in known or (again and known[each] != GOOD[each])]
+                if "merge" in cells and "LoRA" not in cells:
+                    cells.insert(0, "LoRA")
+                if not cells:
+                    continue
+                row = try_one(name, kind, cells, place, data, server)
+                found = stored()
+                row["cells"] = known | row["cells"]
+                found[kind][name] = row
+                store(found)
+                print(
+                    f"{name:<32} " + " | ".join(f"{k}: {v}" for k, v in row["cells"].items() if k in cells), flush=True
+                )
+                for each in place.glob(f"{name}*"):
+                    shutil.rmtree(each, ignore_errors=True)
+        server.close()
     return 0
 
 

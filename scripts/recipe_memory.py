@@ -1,4 +1,4 @@
-"""Writes into each recipe what the planner chooses and says of its memory: ``python scripts/recipe_memory.py``.
+"""Writes the planner's choice and its word on memory into recipes: ``python scripts/recipe_memory.py [NAME ...]``.
 
 Micro-batch, accumulation and checkpointing are the plan's for a card with a desktop session on it, at the recipe's own
 method, length and effective batch: `hf-rocm-tune plan` and the recipe give the same job. A model whose configuration
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 from hf_rocm_tune.configs import MEMORY, RECIPES, start_of
@@ -20,13 +21,18 @@ from hf_rocm_tune.plan.estimate import Case
 from hf_rocm_tune.settings import arguments
 
 DESKTOP_GIB = 1.0
+#: Of a recipe for grpo: tokens of a prompt, assumed; the planner has no trainer of its own for it.
+PROMPT_TOKENS = 1024
+#: Of a recipe with pictures: Qwen's vision tower reads patches of 16 x 16 pixels, of 2 frames and 3 colours, and joins
+#: 2 x 2 of them to one token.
+PATCH, JOINED, VALUES = 16, 2, 2 * 3 * 16 * 16
 
 
 def main() -> int:
     """Brings all recipes up to date and says what changed. Returns 0."""
     process.prepare_process(os.environ)
     card = card_memory(name="rx7900xt", desktop_gib=DESKTOP_GIB)
-    for name in RECIPES.names():
+    for name in sys.argv[1:] or RECIPES.names():
         file = RECIPES.path(name)
         before = file.read_text(encoding="utf-8")
         after = updated(before, *planned(name, card))
@@ -68,14 +74,17 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
     if "dtype" not in job.given:
         settings["dtype"] = "bfloat16"
     cards = 2 if "dual_rx7900xt" in RECIPES.path(name).read_text(encoding="utf-8") else 1
-    request = from_training(settings, trainer=verb, cards=cards)
+    request = _request(settings, verb, cards)
     if settings["split_layers"]:
         return _planned_split(name, request, str(settings["split_layers"]), card)
-    choice = plan_for(request, card=card).choice
+    plan = plan_for(replace(request, mixes=False), card=card)  # a mix of recomputation is for one model only
+    choice = plan.choice
     if choice is None:
         raise ValueError(f"{name} does not fit {card.name}")
-    if choice.case.recompute:
-        raise ValueError(f"{name}: the plan chooses a mix of recomputation, which is for one model only")
+    if verb == "grpo":
+        step = choice.parts["activations kept"] + choice.parts["working memory"]
+        if _cache_bytes(plan.config, settings["num_generations"] * choice.case.length) > step:
+            raise ValueError(f"{name}: generating takes more than the step that is planned")
     each = " on each card" if cards > 1 else ""
     little = "" if choice.roomy else " (nothing leaves 2 GiB free)"
     memory = (
@@ -83,6 +92,26 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
         f"{little}; planned, not measured on a card."
     )
     return memory, choice.case
+
+
+def _request(settings: dict[str, Any], verb: str, cards: int) -> PlanRequest:
+    """What to plan for a recipe: that of its job, with the largest picture that it allows; for grpo a step of sft of
+    the same rows, which computes the same products and keeps the same activations."""
+    if verb == "grpo":
+        settings = settings | {"max_length": PROMPT_TOKENS + settings["max_completion_length"]}
+        verb = "sft"
+    request = from_training(settings, trainer=verb, cards=cards)
+    if request.max_pixels is None:
+        return request
+    side = int(request.max_pixels**0.5) // (PATCH * JOINED) * JOINED  # patches of a square picture
+    pixels = ("pixel_values", (side * side, VALUES), "float32", None)
+    grid = ("image_grid_thw", (1, 3), "int64", [[1, side, side]])
+    return replace(request, pictures=(pixels, grid), placeholders=side * side // JOINED**2)
+
+
+def _cache_bytes(config: Any, tokens: int) -> int:
+    """Bytes of keys and values of so many tokens in 16 bits, which generating needs beside the weights."""
+    return int(2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens)
 
 
 def _planned_split(name: str, request: PlanRequest, layers: str, card: CardMemory) -> tuple[str, Case]:

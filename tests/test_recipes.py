@@ -21,19 +21,32 @@ from hf_rocm_tune.settings import arguments
 from hf_rocm_tune.settings import recipes as recipe_file
 
 NAMES = [
+    "gemma4_12b_qlora",
     "gemma_1b_lora",
+    "glm47_flash_qlora",
     "gpt_oss_20b_lora",
     "llama_1b_lora",
     "llama_3b_lora",
+    "ministral3_8b_qlora",
     "mistral_7b_qlora",
+    "my_chats",
+    "qwen35_9b_qlora",
+    "qwen36_27b_qlora_streamed",
+    "qwen3_vl_8b_qlora",
     "qwen_14b_lora_split",
     "qwen_14b_qlora",
     "qwen_30b_a3b_qlora",
     "qwen_32b_qlora_streamed",
+    "qwen_4b_dpo_lora",
+    "qwen_4b_grpo_lora",
+    "qwen_4b_kto_lora",
+    "qwen_4b_lora",
     "qwen_8b_dpo_qlora",
     "qwen_8b_lora_dual",
     "qwen_8b_qlora",
 ]
+#: What a batch of a verb consists of; rows for all others.
+UNITS = {"dpo": "pairs", "kto": "rows", "grpo": "answers"}
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -102,14 +115,14 @@ def test_what_ships_is_valid_and_says_what_a_reader_needs(name: str, run: Run) -
     assert code == 0 and "all valid" in out
     comment = recipes.path(name).read_text().split("\n\n")[0]
     dual = " --accelerate_config dual_rx7900xt" if "dual" in name else ""
-    verb: Any = "dpo" if "dpo" in name else "sft"
+    verb: Any = next((each for each in UNITS if f"_{each}_" in name), "sft")
     assert f"# Start:   hf-rocm-tune {verb} --config {name}{dual}\n" in comment
     for part in ("# Data: ", "# Needs: ", "# Memory: ", "Effective batch:"):
         assert part in comment
     job = arguments.parse(["--config", name], accelerator=False, method=verb)
     training, cards = job.training, 2 if dual else 1
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * cards
-    assert f"= {rows} {'pairs' if verb == 'dpo' else 'rows'}" in comment
+    assert f"= {rows} {UNITS.get(verb, 'rows')}" in comment
     assert job.tune.verify == "full"
 
 

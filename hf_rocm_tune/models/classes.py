@@ -8,7 +8,8 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification
 
-from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
+from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError
+from hf_rocm_tune.models.incomplete import describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -48,4 +49,4 @@ def without_weights(config: PreTrainedConfig, *, reward: bool = False, trust_rem
                 return factory.from_config(config, trust_remote_code=trust_remote_code)
             return factory(config)
     except FOREIGN_ERRORS as error:
-        raise UsageError(f"the configuration describes no model that can be made: {first_line(error)}") from error
+        raise UsageError(f"the configuration describes no model that can be made: {describe(config, error)}") from error

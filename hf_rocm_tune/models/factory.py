@@ -46,6 +46,7 @@ from hf_rocm_tune.models.files import (
     check_model_directory,
     hub_snapshot,
 )
+from hf_rocm_tune.models.incomplete import describe
 from hf_rocm_tune.models.loading import (
     LoadReport,
     leaving_layers,
@@ -153,7 +154,8 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
             raise UsageError(
                 f"model {name} has code of its own, which runs with your rights: read it, then give --trust_remote_code"
             ) from error
-        raise UsageError(f"model {name}: its configuration cannot be read: {first_line(error)}; {fix}") from error
+        why = describe(None, error, otherwise=fix)
+        raise UsageError(f"model {name}: its configuration cannot be read: {why}") from error
     _require_architecture(name, config)
     return config
 
@@ -229,9 +231,9 @@ def load_model(
             ) from error
         if not _is_of_modelling(error):
             raise
+        why = describe(config, error, otherwise="download or copy it again")
         raise UsageError(
-            f"model {source.name}: its configuration describes no model that can be loaded: {first_line(error)}; "
-            "download or copy it again"
+            f"model {source.name}: its configuration describes no model that can be loaded: {why}"
         ) from error
     model, info = loaded
     require_quantised(model, source.name)

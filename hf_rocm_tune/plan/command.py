@@ -195,7 +195,7 @@ def _largest(request: PlanRequest, card: CardMemory) -> list[dict[str, Any]]:
             continue
         single = replace(request, methods=(method,), micro_batch=1, checkpointing=True, mixes=False, stream=stream)
         left = 1 if stream else 3
-        for model in sorted(PUBLIC_MODELS, key=lambda each: -each.billions):
+        for model in sorted((each for each in PUBLIC_MODELS if each.listed), key=lambda each: -each.billions):
             plan = plan_for(single, card=card, config=config_of(model.fields))
             if plan.choice is not None and plan.choice.variant == method:  # else its files are quantised
                 speed = plan.choice.tokens_per_second if card.rates.known else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -92,28 +93,51 @@ class Tape:
         # what has the size of a layer's tensors may be its input, which backward needs
         return float(sizes[freed & ~np.isin(sizes, sizes[layers[segments] >= 0])].sum())
 
+    @cached_property
+    def _events_of(self) -> list[tuple[Any, Any, Any]]:
+        """Of each segment its events: their signs, the storages' sizes, and the layers of their owners."""
+        segments, signs, sizes, owners = self._columns
+        layers = np.array([layer for _, layer in self.keys])
+        edges = np.searchsorted(segments, np.arange(len(self.keys) + 1))  # events are in order of time
+        ranges = [slice(start, stop) for start, stop in pairwise(edges)]
+        return [(signs[each], sizes[each], layers[owners[each]]) for each in ranges]
+
+    @cached_property
+    def _levels_of_layers(self) -> dict[bool, dict[tuple[str, int], Floats]]:
+        """The levels of the layers' segments, which are the same however often a layer is there."""
+        found: dict[bool, dict[tuple[str, int], Floats]] = {False: {}, True: {}}
+        for key, (signs, sizes, _) in zip(self.keys, self._events_of, strict=True):
+            if key[1] >= 0:
+                for accumulating, levels in found.items():
+                    levels[key] = _level(signs, sizes, accumulating)
+        return found
+
     def levels(self, times: Floats, *, accumulating: bool) -> dict[tuple[str, int], Floats]:
         """The change, the highest level and the new gradients of each segment, in bytes.
 
         ``times``: how often a storage is there, by the recorded layer that allocated it (at the end, all others). It
         counts outside the layers: a cache of casts that they fill is freed by one segment, for every real layer.
         """
-        segments, signs, sizes, owners = self._columns
-        layers = np.array([layer for _, layer in self.keys])
-        sizes = sizes * np.where(layers[segments] >= 0, 1.0, times[layers[owners]])
-        changes, landed = sizes * signs, np.where(signs == 0, sizes, 0.0)
-        rises = changes - landed if accumulating else changes
-        found: dict[tuple[str, int], Floats] = {}
-        for number, key in enumerate(self.keys):
-            of = segments == number
-            highest = np.cumsum(rises[of]).max(initial=0.0)
-            found[key] = np.array([changes[of].sum(), highest, landed[of].sum()])
+        found = dict(self._levels_of_layers[accumulating])
+        for key, (signs, sizes, owners) in zip(self.keys, self._events_of, strict=True):
+            if key[1] < 0:
+                found[key] = _level(signs, sizes * times[owners], accumulating)
         return found
 
     def work(self, times: Floats) -> Floats:
         """The sums over the segments, in the order of `WORK`."""
         rows = [[getattr(each, name) * times[each.layer] for each in self.segments] for name in WORK]
         return np.array(rows, dtype=np.float64).sum(axis=1)
+
+
+def _level(signs: Any, sizes: Floats, accumulating: bool) -> Floats:
+    """The change, the highest level and the new gradients of a segment, in bytes.
+
+    ``signs``: of its events, see `Tape.events`; ``accumulating``: a new gradient is freed once it is added to another.
+    """
+    changes, landed = sizes * signs, np.where(signs == 0, sizes, 0.0)
+    rises = changes - landed if accumulating else changes
+    return np.array([changes.sum(), np.cumsum(rises).max(initial=0.0), landed.sum()])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ plan = plan_for(PlanRequest(model="Qwen/Qwen3-8B"), card=card_memory(name="rx790
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -136,7 +137,7 @@ class Plan:
     request: PlanRequest  # with the choices made during planning
     config: Any  # the model's configuration
     card: CardMemory  # the memory that is planned for
-    grid: tuple[Estimate, ...]  # every case
+    grid: tuple[Estimate, ...]  # every case, but on one card for those that are certain not to fit
     recordings: dict[str, Recordings]  # by method
     notes: tuple[str, ...]  # for the reader
 
@@ -147,6 +148,12 @@ class Plan:
     @property
     def layers(self) -> int:
         return len(self.sample.layer_of)
+
+    @cached_property
+    def every(self) -> tuple[Estimate, ...]:
+        """Every case, also those that cannot fit this card: a part of their layers may."""
+        grids = (grid_of(each, self.card, self.request) for each in self.recordings.values())
+        return tuple(one for grid in grids for one in grid)
 
     @property
     def variants(self) -> dict[str, Variant]:
@@ -180,22 +187,58 @@ class Plan:
         streamed = self.layers if self.nearest.case.streamed else 0
         short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint, streamed=streamed)
 
-        def full(length: int) -> bool:
-            return not estimate(recordings.variant, replace(short, length=length), self.card).fits
+        def spare(length: int) -> float:
+            return estimate(recordings.variant, replace(short, length=length), self.card).spare
 
         if max(len(each.events) for each in recordings.recorded.values()) > _MANY_EVENTS:
             return None
         with suppress(UsageError):
-            lengths = range(LENGTH_STEP, max(LENGTH_STEP, longest_position(self.config) or LONGEST) + 1, LENGTH_STEP)
-            return LENGTH_STEP * bisect_left(lengths, True, key=full) or None
+            most = max(LENGTH_STEP, longest_position(self.config) or LONGEST)
+            known = self.request.length // LENGTH_STEP
+            found = _last_that_fits(lambda number: spare(number * LENGTH_STEP), most // LENGTH_STEP, known)
+            return LENGTH_STEP * found or None
         return None
 
 
-def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, within_limit: bool = False) -> Plan:
+def _last_that_fits(spare: Callable[[int], float], most: int, known: int) -> int:
+    """The largest number from 1 to ``most`` with memory to spare, which falls as numbers grow; 0: none.
+
+    Each number is recorded, so few are tried: where a line through the two nearest meets zero, as most memory is
+    proportional to the length. ``known``: a number that is recorded already.
+    """
+    tried: dict[int, float] = {}
+    low, high, number = 0, most + 1, 1
+    while high - low > 1:
+        tried[number] = spare(number)
+        if tried[number] >= 0:
+            low = number
+        else:
+            high = number
+        number = (low + high) // 2
+        if low < known < high and known not in tried:
+            number = known
+        elif len(tried) > 1 and len(tried) % 3:  # else by halves, should the line mislead
+            first, second = sorted(tried, key=lambda each: abs(tried[each]))[:2]
+            slope = (tried[second] - tried[first]) / (second - first)
+            if slope < 0:
+                number = int(first - tried[first] / slope)
+        number = min(max(number, low + 1), high - 1)
+    return low
+
+
+def plan_for(
+    request: PlanRequest,
+    *,
+    card: CardMemory,
+    config: Any = None,
+    within_limit: bool = False,
+    known: Mapping[str, Recordings] | None = None,
+) -> Plan:
     """Plans a training job. Its ``choice`` is the fastest case by estimate that fits, for the wanted effective batch.
 
     ``config``: the model's, by default read from ``request.model``; ``within_limit``: plan for no more tokens than the
-    model was made for. UsageError: the configuration cannot be read, or this model cannot be planned.
+    model was made for; ``known``: by method, recordings of the same step.
+    UsageError: the configuration cannot be read, or this model cannot be planned.
     """
     notes: list[str] = []
     if config is None:
@@ -212,15 +255,15 @@ def plan_for(request: PlanRequest, *, card: CardMemory, config: Any = None, with
     refused: dict[str, UsageError] = {}
     for method in request.methods:
         try:
-            found = Recordings(config, request, method)
+            found = (known or {}).get(method) or Recordings(config, request, method)
             try:
-                cases += grid_of(found, card, request)
+                cases += grid_of(found, card, request, hopeless=request.cards > 1)
             except UsageError as error:
                 if not request.pictures:
                     raise
                 request = replace(request, pictures=())
                 found = Recordings(config, request, method)
-                cases += grid_of(found, card, request)
+                cases += grid_of(found, card, request, hopeless=request.cards > 1)
                 notes.append(f"pictures cannot be counted for this architecture ({error}): only their tokens are")
             recordings[method] = found
         except UsageError as error:
@@ -275,8 +318,11 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
     )
 
 
-def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest) -> list[Estimate]:
-    """Every micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too."""
+def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, *, hopeless: bool = True) -> list[Estimate]:
+    """Every micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too.
+
+    ``hopeless``: those too of which a smaller micro-batch is certain not to fit; recording them takes time.
+    """
     variant, layers = recordings.variant, len(recordings.sample.layer_of)
     every = [request.micro_batch] if request.micro_batch else range(1, request.each + 1)
     least = 2 if request.trainer == "kto" else 1  # its KL estimate pairs rows
@@ -291,22 +337,31 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest) -> l
 
         check(request.recompute, layers if recordings.mixes else 0)
         return [estimate(variant, replace(case, recompute=request.recompute), card) for case in cases]
+    left = list(hows)
     for case in cases:
         try:
-            found = [estimate(variant, replace(case, checkpointing=how), card) for how in hows]
+            found = {how: estimate(variant, replace(case, checkpointing=how), card) for how in left}
         except UsageError:
             if grid and request.pictures:  # the windows of so many pictures take too many operations to be recorded
                 break
             raise
-        grid += found
-        if request.mixes and recordings.mixes:
-            kept_does_not = (room for room in card.rooms if [one.spare >= room for one in found] == [False, True])
-            if (room := next(kept_does_not, None)) is not None:
-                grid += _best_mix(variant, case, card, layers, room)
+        grid += found.values()
+        if request.mixes and hows == [False, True] and True in found:
+            rooms = [room for room in card.rooms if found[True].spare >= room]
+            rooms = [room for room in rooms if False not in found or found[False].spare < room]
+            if rooms and recordings.mixes:
+                grid += _best_mix(variant, case, card, layers, rooms[0])
+        if not hopeless:
+            left = [how for how in left if not _is_far(found[how], variant) or (how and request.stream)]
     if request.stream and not (request.stream == AUTO and any(each.fits for each in grid)):
         cases = [each.case for each in grid if each.case.checkpointing and each.case.recompute is None]
         return [_streamed(variant, case, card, request.stream) for case in cases]
     return grid
+
+
+def _is_far(option: Estimate, variant: Variant) -> bool:
+    """Whether no larger micro-batch can fit: it may need no gradients beside those of earlier ones, but all else."""
+    return -option.spare > variant.weights.gradients
 
 
 def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Estimate:

@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_rocm_tune.data.formats import MASKED
-from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
+from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.experts import CHECKED_AT_ONCE
+from hf_rocm_tune.models.incomplete import describe
 from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment
 from hf_rocm_tune.plan.request import quiet
 from hf_rocm_tune.plan.sample import Sample
@@ -77,7 +78,8 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
             del loss, other  # frees what only the graph still referenced
             seen.clear()
     except FOREIGN_ERRORS as error:
-        raise UsageError(f"{name} cannot be planned: its step cannot be recorded ({first_line(error)})") from error
+        why = describe(sample.base.config, error)
+        raise UsageError(f"{name} cannot be planned: its step cannot be recorded ({why})") from error
     finally:
         for hook in hooks:
             hook.remove()

@@ -336,8 +336,9 @@ class PublicModel(NamedTuple):
     """A public model's shape, for ``--largest`` and for a Hub that cannot be reached."""
 
     name: str  # Hub id
-    billions: float  # published number of parameters, in units of 10^9
+    billions: float  # published number of parameters, in units of 10^9, without a layer for multi-token prediction
     fields: Mapping[str, Any]  # of its ``config.json`` on the Hub, without transformers' defaults
+    listed: bool = True  # whether ``--largest`` plans it
 
 
 def _family(architecture: str, vocabulary: int, positions: int, **more: Any) -> dict[str, Any]:
@@ -365,6 +366,35 @@ def _model(name: str, billions: float, family: str, *widths: int, tied: bool = F
     return PublicModel(name=name, billions=billions, fields=_FAMILIES[family] | own | more)
 
 
+def _seeing(
+    name: str, billions: float, family: str, architecture: str, text: dict[str, Any], *widths: int, **more: Any
+) -> PublicModel:
+    """A model that reads pictures; ``widths``: of its language model."""
+    own = {"model_type": family, "architectures": [architecture], "tie_word_embeddings": False}
+    described = {**text, **dict(zip(_WIDTHS, widths, strict=True))}
+    return PublicModel(name=name, billions=billions, fields={**own, "text_config": described, **more}, listed=False)
+
+
+_QWEN35_TEXT: dict[str, Any] = {"model_type": "qwen3_5_text", "vocab_size": 248320, "max_position_embeddings": 262144}
+_QWEN35_TEXT |= {"head_dim": 256, "linear_num_key_heads": 16}
+_QWEN35 = ("qwen3_5", "Qwen3_5ForConditionalGeneration")
+_QWEN3_VL_TEXT: dict[str, Any] = {"model_type": "qwen3_vl_text", "vocab_size": 151936, "head_dim": 128}
+_QWEN3_VL_TEXT |= {"max_position_embeddings": 262144}
+_QWEN3_VL = ("qwen3_vl", "Qwen3VLForConditionalGeneration")
+_MINISTRAL_TEXT: dict[str, Any] = {"model_type": "ministral3", "vocab_size": 131072, "head_dim": 128}
+_MINISTRAL_TEXT |= {"max_position_embeddings": 262144}
+_PIXTRAL: dict[str, Any] = {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14}
+_PIXTRAL |= {"image_size": 1540, "num_hidden_layers": 24, "num_attention_heads": 16, "head_dim": 64}
+_GEMMA4_TEXT: dict[str, Any] = {"model_type": "gemma4_unified_text", "vocab_size": 262144, "head_dim": 256}
+_GEMMA4_TEXT |= {"global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+_GEMMA4_TEXT |= {"max_position_embeddings": 262144, "final_logit_softcapping": 30.0, "tie_word_embeddings": True}
+_GEMMA4 = ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration")
+_GLM_FLASH: dict[str, Any] = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}
+_GLM_FLASH |= {"vocab_size": 154880, "max_position_embeddings": 202752, "hidden_size": 2048, "num_hidden_layers": 47}
+_GLM_FLASH |= {"intermediate_size": 10240, "moe_intermediate_size": 1536, "n_routed_experts": 64}
+_GLM_FLASH |= {"num_experts_per_tok": 4, "n_shared_experts": 1, "num_attention_heads": 20, "num_key_value_heads": 20}
+_GLM_FLASH |= {"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64}
+_GLM_FLASH |= {"v_head_dim": 256, "tie_word_embeddings": False}
 _PHI4_MINI: dict[str, Any] = {"vocab_size": 200064, "max_position_embeddings": 131072, "pad_token_id": 199999}
 _PHI4_MINI |= {"original_max_position_embeddings": 4096}
 _OSS: dict[str, Any] = {"num_local_experts": 32, "num_experts_per_tok": 4}
@@ -388,6 +418,29 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
     _model("Qwen/Qwen3-30B-A3B", 30.53, "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3_A3B),
     _model("Qwen/Qwen2.5-32B", 32.76, "qwen2", 5120, 27648, 64, 40, 8),
     _model("Qwen/Qwen3-32B", 32.76, "qwen3", 5120, 25600, 64, 64, 8),
+    _seeing(
+        *("Qwen/Qwen3.5-9B", 9.41, *_QWEN35, {**_QWEN35_TEXT, "linear_num_value_heads": 32}, 4096, 12288, 32, 16, 4),
+        vision_config={"model_type": "qwen3_5_vision", "out_hidden_size": 4096},
+    ),
+    _seeing(
+        *("Qwen/Qwen3.6-27B", 27.36, *_QWEN35, {**_QWEN35_TEXT, "linear_num_value_heads": 48}, 5120, 17408, 64, 24, 4),
+        vision_config={"model_type": "qwen3_5_vision", "out_hidden_size": 5120},
+    ),
+    _seeing(
+        *("Qwen/Qwen3-VL-8B-Instruct", 8.77, *_QWEN3_VL, _QWEN3_VL_TEXT, 4096, 12288, 36, 32, 8),
+        vision_config={"model_type": "qwen3_vl_vision", "out_hidden_size": 4096},
+    ),
+    _seeing(
+        *("mistralai/Ministral-3-8B-Instruct-2512-BF16", 8.92, "mistral3", "Mistral3ForConditionalGeneration"),
+        *(_MINISTRAL_TEXT, 4096, 14336, 34, 32, 8),
+        vision_config=_PIXTRAL,
+    ),
+    _seeing(
+        *("google/gemma-4-12B-it", 11.96, *_GEMMA4, _GEMMA4_TEXT, 3840, 15360, 48, 16, 8),
+        tie_word_embeddings=True,
+        vision_config={"model_type": "gemma4_unified_vision"},
+    ),
+    PublicModel(name="zai-org/GLM-4.7-Flash", billions=29.94, fields=_GLM_FLASH, listed=False),
     _model("meta-llama/Llama-3.3-70B-Instruct", 70.55, "llama", 8192, 28672, 80, 64, 8),
 )
 

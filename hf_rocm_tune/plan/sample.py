@@ -32,6 +32,7 @@ from hf_rocm_tune.models.experts import (
     use_packed,
     weights_of,
 )
+from hf_rocm_tune.models.incomplete import describe
 from hf_rocm_tune.models.quantised import cast_targets, checkpoint_bits, has_mxfp4
 from hf_rocm_tune.models.split import find_layers
 from hf_rocm_tune.models.streaming import is_streamed
@@ -184,7 +185,7 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
             if hasattr(model, "tie_weights"):
                 model.tie_weights()  # part of the initialisation, which is skipped because it takes seconds
     except (*FOREIGN_ERRORS, OSError) as error:  # OSError: a file of the model's own code is missing
-        raise UsageError(f"{name} cannot be planned: {first_line(error)}") from error
+        raise UsageError(f"{name} cannot be planned: {describe(config, error)}") from error
     head = getattr(model, "get_output_embeddings", lambda: None)()
     causal = hasattr(model, "prepare_inputs_for_generation")  # PEFT's measure; a masked language model has none
     if getattr(config, "is_encoder_decoder", False) or getattr(head, "weight", None) is None or not causal:

@@ -30,6 +30,8 @@ from hf_rocm_tune.plan.estimate import (
 )
 from hf_rocm_tune.plan.fit import Plan, grid_of, plan_for
 
+#: Fields of a request that a step of one micro-batch does not depend on.
+_SAME_STEP = frozenset({"stream", "cards", "methods"})
 #: Assumed: as `LINK` through host memory, with digests, and with gloo for averages.
 THROUGH_HOST = 3e9
 
@@ -96,7 +98,7 @@ def split_plan(
         near = [split(option, cut) for cut in cuts[max(at - 1, 0) : at + 1]]
         return max(near, key=lambda each: each.least_spare)
 
-    found = [best(option) for option in whole.grid if option.case.recompute is None]  # a mix is what fits one card
+    found = [best(option) for option in whole.every if option.case.recompute is None]  # a mix is what fits one card
     if not found:
         raise UsageError("a mix of recomputed layers is planned for one card only")
     for least in cards[0].rooms:
@@ -329,6 +331,9 @@ def advice(plan: Plan, *, training: bool = False) -> str:
     """What would fit where nothing does, each change planned; ``training``: in the flags of a training verb."""
     request, method = plan.request, plan.nearest.variant
     loose: dict[str, Any] = {"micro_batch": None, "checkpointing": None, "recompute": None, "mixes": False}
+    # what takes least, of which a fit is certain before anything else is recorded
+    least = loose | {"micro_batch": 2 if request.trainer == "kto" else 1}
+    least |= {"checkpointing": True} if all(each.can_checkpoint for each in plan.recordings.values()) else {}
     full, several = method == "full", request.cards > 1 and not training
     alone = request.cards == 1 and not training and request.effective_batch % 2 == 0
     changes: list[tuple[str, dict[str, Any], bool]] = [
@@ -344,8 +349,11 @@ def advice(plan: Plan, *, training: bool = False) -> str:
     for words, change, applies in changes:
         if applies:
             with suppress(UsageError):
-                other = plan_for(replace(request, **(loose | change)), card=plan.card, config=plan.config)
-                if other.choice or (not training and other.request.cards > 1 and best_of(ways(other))):
+                changed = replace(request, **(least | change))
+                known = plan.recordings if change.keys() <= _SAME_STEP else {}
+                other = plan_for(changed, card=plan.card, config=plan.config, known=known)
+                fits = any(each.fits for each in other.grid)
+                if fits or (not training and other.request.cards > 1 and best_of(ways(other))):
                     found.append(words)
     longest = 0 if several else max(plan.longest(each) or 0 for each in plan.recordings)
     if 0 < longest < request.length:

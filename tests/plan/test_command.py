@@ -347,6 +347,7 @@ BOTH_WIDTHS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8b
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "cannot be planned"),
         ({"quantization_config": BOTH_WIDTHS}, "the quantization_config of its config.json is wrong"),
         ({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}, "finds no backbone in it"),
+        ({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}, "num_experts_per_tok is missing"),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
 )

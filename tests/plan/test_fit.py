@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.plan import fit
 from hf_rocm_tune.plan.command import command
-from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, Weights, estimate
+from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, Weights, estimate, fastest
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import (
     PUBLIC_MODELS,
@@ -57,7 +58,7 @@ def plan() -> Plan:
 def _find(plan: Plan, method: str, micro_batch: int, *, checkpointing: bool, length: int = 2048) -> Any:
     return next(
         each
-        for each in plan.grid
+        for each in plan.every
         if (each.variant, each.case.micro_batch) == (method, micro_batch)
         and (each.case.checkpointing, each.case.length) == (checkpointing, length)
     )
@@ -281,6 +282,36 @@ def test_a_case_is_recorded_once_and_at_its_own_size(monkeypatch: pytest.MonkeyP
     wanted = {(each.case.checkpointing, *each.case.shape) for each in found.grid}
     assert wanted <= set(seen)
     assert len(seen) == len(set(seen)) + 1  # the first recording is not kept
+
+
+def test_what_is_far_from_fitting_is_not_recorded_and_the_choice_is_that_of_all_cases() -> None:
+    """Of a card that only recomputation fits; a split, which holds a part of the layers, still has every case."""
+    asked = PlanRequest(length=512, effective_batch=4, methods=("lora",), evaluates=False)
+    bare, config = replace(CARD, desktop=0, context=0), config_of(SMALL_LLAMA)
+    least = min(each.total for each in plan_for(asked, card=bare, config=config).grid)
+    card = replace(bare, usable=int(1.001 * least))
+    found = plan_for(asked, card=card, config=config)
+    kept = {each.case.micro_batch for each in found.grid if not each.case.checkpointing}
+    recorded = {how for _, how, rows, _ in found.recordings["lora"].recorded if rows == 4}
+    assert kept == {1} and "none" not in recorded
+    assert {each.case.micro_batch for each in found.every if not each.case.checkpointing} == {1, 2, 4}
+    assert found.choice == fastest(found.every) is not None
+
+
+@pytest.mark.parametrize("bent", [0.0, 3e-4], ids=["line", "curve"])
+def test_the_search_for_the_longest_row_finds_it_in_few_tries(bent: float) -> None:
+    """As memory falls with the length: by every number in turn the same is found."""
+    most, tries = 300, []
+
+    def spare(number: int, left: float) -> float:
+        tries.append(number)
+        return left - 0.7 * number - bent * number**2
+
+    for left in (-1.0, 0.5, 0.7, 1.5, 33.3, 140.0, 209.9, 210.0, 1e6):
+        fits = [number for number in range(1, most + 1) if spare(number, left) >= 0]
+        tries.clear()
+        assert fit._last_that_fits(functools.partial(spare, left=left), most, known=16) == max(fits, default=0)
+        assert len(tries) <= (6 if not bent else 12) and len(tries) == len(set(tries))
 
 
 # ---- shapes and configurations ------------------------------------------------------------------------------------

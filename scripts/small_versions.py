@@ -1,0 +1,193 @@
+"""Small versions of all architectures of transformers: their own configurations, with every size divided.
+
+Heads keep their width and are divided in number, and all widths by the same divisor, so that the relations between them
+hold. Of layers one of each kind stays. What an architecture needs besides is in `NEEDS`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 640
+FIRST_FREE = 512  # tokens of the tests' tokenizer are below; placeholders of pictures and sounds are above
+LENGTH = 64
+
+_HEADS = re.compile(r"num_attention_heads|n_heads?|num_heads|encoder_attention_heads|num_attn_heads|attention_heads")
+_KEY_HEADS = re.compile(r"num_key_value_heads|\w*n_kv_heads|\w*(?<!_d)_heads?|\w*n_groups|mamba_n_\w+")
+_LAYERS = re.compile(
+    r"(num_(hidden_|decoder_|encoder_|blocks?)?layers?|n_layers?|depth|(encoder|decoder)_layers|num_blocks)$"
+)
+_COUNT_OF_EXPERTS = re.compile(r"(n_routed_experts|num_(local_|routed_)?experts|moe_num_experts|num_experts)$")
+_EXPERTS_A_TOKEN = re.compile(
+    r"(num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k)$"
+)
+_KEPT = re.compile(
+    r"head_dim|rope|token|vocab|position|max_|image_size|patch|window|bins?$|kernel|_id$|_index$|version|chunk|seed|"
+    r"num_channels|n_mels|mel_|stride|label|sample|conv|state_size|d_state|dt_rank|rank$|beam|length|num_buckets"
+)
+_VOCABULARY = re.compile(r"vocab_size|\w*vocab_size\w*")
+_LEAST = 96  # widths from here on are divided
+
+
+def model_types(kind: str) -> dict[str, str]:
+    """The architectures of transformers by model type; ``kind``: ``causal`` or ``image-text``."""
+    from transformers.models.auto import modeling_auto
+
+    names = {
+        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "image-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }[kind]
+    return {each: name if isinstance(name, str) else name[0] for each, name in names.items()}
+
+
+#: By model type: fields that its class leaves open; those that begin with a dot are set in the small version.
+NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "codegen": {".n_head": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {".attn_config.rope_theta": 10000.0},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma3n_text": {".num_kv_shared_layers": 0},
+    "gemma3n": {".text_config.num_kv_shared_layers": 0},
+    "gemma4_assistant": {".text_config.hidden_size_per_layer_input": 0},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "ministral": {"head_dim": 32},
+    "mistral3": {"text_config": {"model_type": "ministral3"}},
+}
+
+
+def small_config(model_type: str, architecture: str, ids: Mapping[str, int]) -> Any:
+    """The small configuration of an architecture, with the special tokens of a tokenizer."""
+    from transformers import AutoConfig
+
+    needs = NEEDS.get(model_type, {})
+    config = AutoConfig.for_model(model_type, **{key: each for key, each in needs.items() if key[0] != "."})
+    found = shrunk(config.to_dict(), ids, FreeTokens())
+    for key, value in needs.items():
+        if key[0] != ".":
+            continue
+        *path, last = key[1:].split(".")
+        part = found
+        for name in path:
+            part = part[name]
+        part[last] = value
+    found.pop("transformers_version", None)
+    made = type(config).from_dict(found)
+    made.architectures = [architecture]
+    return made
+
+
+class FreeTokens:
+    """Numbers of tokens that no text has, for placeholders."""
+
+    def __init__(self) -> None:
+        self._next = FIRST_FREE
+
+    def __call__(self) -> int:
+        self._next += 1
+        return self._next
+
+
+def shrunk(fields: dict[str, Any], ids: Mapping[str, int], free: FreeTokens) -> dict[str, Any]:
+    """The fields of a configuration, each part of it divided by what brings its attention to two heads."""
+    found = copy.deepcopy(fields)
+    divisor = next(_divisors(fields), 1)
+    kept = _kept_layers(fields)
+    for key, value in fields.items():
+        if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")) and key != "per_layer_config":
+            found[key] = shrunk(value, ids, free)
+        elif key in ids and not isinstance(value, list):
+            found[key] = ids[key]
+        elif isinstance(value, list) and kept and len(value) == len(kept[1]):
+            found[key] = [value[number] for number in kept[0]]
+        elif isinstance(value, dict) and key == "per_layer_config" and kept:
+            by_layer = {int(number): each for number, each in value.items()}
+            found[key] = {new: by_layer[old] for new, old in enumerate(kept[0]) if old in by_layer}
+        elif isinstance(value, int) and not isinstance(value, bool):
+            found[key] = _small(key, value, divisor, kept, free)
+    _consistent(found)
+    return found
+
+
+def _small(key: str, value: int, divisor: int, kept: tuple[list[int], list[Any]] | None, free: FreeTokens) -> int:
+    if _VOCABULARY.fullmatch(key):
+        return VOCABULARY
+    if _LAYERS.search(key):
+        return len(kept[0]) if kept and value == len(kept[1]) else min(value, 2)
+    if _COUNT_OF_EXPERTS.search(key):
+        return min(value, 4)
+    if _EXPERTS_A_TOKEN.search(key):
+        return min(value, 2)
+    if key in ("n_group", "topk_group", "num_group", "num_expert_group"):
+        return 1
+    if re.search(r"token_id$|token_index$|_token$", key):
+        return free() if value >= FIRST_FREE else value
+    if key in ("first_k_dense_replace", "moe_layer_start_index"):
+        return min(value, 1)
+    if _HEADS.fullmatch(key) or _KEY_HEADS.fullmatch(key):
+        return max(1, value // divisor)
+    if _KEPT.search(key) or value < _LEAST:
+        return value
+    if value % divisor == 0 and not re.search(r"intermediate|ffn|moe|expert", key):
+        return max(8, value // divisor)
+    return -(-value // divisor // 16) * 16  # kernels of experts take rows at multiples of 16 bytes
+
+
+def _divisors(fields: Mapping[str, Any]) -> Iterator[int]:
+    """What divides the number of heads and leaves two or more, the largest first; all of them where that is prime."""
+    heads = next((value for key, value in fields.items() if _HEADS.fullmatch(key) and isinstance(value, int)), 0)
+    yield from (each for each in range(heads // 2, 0, -1) if heads % each == 0 and heads // each <= 4)
+    if heads:
+        yield heads
+
+
+def _kept_layers(fields: Mapping[str, Any]) -> tuple[list[int], list[Any]] | None:
+    """The layers that stay, the first of each kind in the lists that have an entry for each; and one such list."""
+    count = next((value for key, value in fields.items() if _LAYERS.search(key) and isinstance(value, int)), 0)
+    lists = [value for value in fields.values() if isinstance(value, list) and len(value) == count > 2]
+    if not lists:
+        return None
+    kinds = [repr([each[number] for each in lists]) for number in range(count)]
+    first = sorted({kinds.index(kind) for kind in kinds})
+    while len(first) < 2:
+        first.append(next(number for number in range(count) if number not in first))
+    return sorted(first), lists[0]
+
+
+def _consistent(fields: dict[str, Any]) -> None:
+    """Sizes that a part has of another, which was divided otherwise."""
+    text, vision = (fields.get(f"{name}_config") for name in ("text", "vision"))
+    if not isinstance(text, dict) or not isinstance(vision, dict):
+        return
+    width = text.get("hidden_size") or text.get("d_model")
+    for name in ("out_hidden_size", "projection_dim", "output_proj_dims", "mm_embed_dim", "text_hidden_size"):
+        if name in vision and width:
+            vision[name] = width
+        if name in fields and width:
+            fields[name] = width
+
+
+def build(model_type: str, kind: str, folder: Path, tokenizer: Any) -> Path:
+    """A small model with random weights and its tokenizer in a new folder."""
+    import torch
+    import transformers
+
+    architecture = model_types(kind)[model_type]
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = small_config(model_type, architecture, ids)
+    model_class = getattr(transformers, architecture)
+    if not isinstance(config, model_class.config_class):  # a language model of a configuration that describes more
+        config = config.get_text_config(decoder=True)
+        config.architectures = [architecture]
+    torch.manual_seed(0)
+    model = model_class._from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
