@@ -144,9 +144,10 @@ def page(found: dict[str, Any]) -> str:
         "of its own configuration with random weights, on a CPU, by the real commands. *trained*: two steps of `sft`, "
         "all verified.",
         "*planned*: for a 20 GB card. *merged*: the adapter of LoRA into the weights. No architecture is refused by "
-        f"name. With {versions}.",
+        f"name. With {versions}. Of transformers' {len(small_versions.model_types('causal'))} language models and "
+        f"{len(small_versions.model_types('image-text'))} models that read pictures, those below were tried.",
         "",
-        "| | architectures | " + " | ".join(CELLS) + " |",
+        "| | tried | " + " | ".join(CELLS) + " |",
         "|---|---|" + "---|" * len(CELLS),
     ]
     for kind, title in KINDS.items():

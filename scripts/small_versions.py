@@ -137,7 +137,7 @@ def _small(key: str, value: int, divisor: int, kept: tuple[list[int], list[Any]]
         return value
     if value % divisor == 0 and not re.search(r"intermediate|ffn|moe|expert", key):
         return max(8, value // divisor)
-    return -(-value // divisor // 16) * 16  # kernels of experts take rows at multiples of 16 bytes
+    return -(-value // divisor // 64) * 64  # a block of a 4-bit weight does not cross rows, as in models of use
 
 
 def _divisors(fields: Mapping[str, Any]) -> Iterator[int]:

@@ -16,7 +16,7 @@ import pytest
 
 from hf_rocm_tune.configs import RECIPES as recipes
 from hf_rocm_tune.configs import start_of
-from tests import tiny
+from tests import pictures, tiny
 from tests.e2e.command import TIMEOUT, CommandServer
 from tests.e2e.conftest import flags, report_of, sampled
 
@@ -90,11 +90,11 @@ KINDS = {"dpo": "pairs", "kto": "labels", "grpo": "prompts"}
 ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "gpt_oss_20b_lora": ("gpt_oss",),
     "qwen_30b_a3b_qlora": ("qwen3_moe",),
-    "qwen35_9b_qlora": ("qwen3_5", "image-text"),
-    "qwen36_27b_qlora_streamed": ("qwen3_5", "image-text"),
-    "qwen3_vl_8b_qlora": ("qwen3_vl", "image-text"),
-    "gemma4_12b_qlora": ("gemma4_unified", "image-text"),
-    "ministral3_8b_qlora": ("mistral3", "image-text"),
+    "qwen35_9b_qlora": ("qwen3_5_text", "causal"),
+    "qwen36_27b_qlora_streamed": ("qwen3_5_text", "causal"),
+    "qwen3_vl_8b_qlora": ("llava", "pictures"),  # Qwen's processor needs torchvision
+    "gemma4_12b_qlora": ("gemma4_unified_text", "causal"),
+    "ministral3_8b_qlora": ("ministral3", "causal"),
     "glm47_flash_qlora": ("glm4_moe_lite", "causal"),
 }
 COUNTED = {
@@ -137,7 +137,9 @@ def tiny_version(name: str, model_of: Callable[[str], Path], scratch: Path) -> P
     if not kinds:
         return model_of(architecture)
     folder = scratch / f"small-{architecture}"
-    if not folder.is_dir():
+    if not folder.is_dir() and architecture == "llava":
+        pictures.build_llava(folder)
+    elif not folder.is_dir():
         small_versions.build(architecture, kinds[0], folder, tiny.build_tokenizer())
     return folder
 
