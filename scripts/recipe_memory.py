@@ -83,7 +83,8 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
         raise ValueError(f"{name} does not fit {card.name}")
     if verb == "grpo":
         step = choice.parts["activations kept"] + choice.parts["working memory"]
-        if _cache_bytes(plan.config, settings["num_generations"] * choice.case.length) > step:
+        generated = int(str(settings["num_generations"])) * choice.case.length
+        if _cache_bytes(plan.config, generated) > step:
             raise ValueError(f"{name}: generating takes more than the step that is planned")
     each = " on each card" if cards > 1 else ""
     little = "" if choice.roomy else " (nothing leaves 2 GiB free)"
@@ -94,7 +95,7 @@ def planned(name: str, card: CardMemory) -> tuple[str, Case]:
     return memory, choice.case
 
 
-def _request(settings: dict[str, Any], verb: str, cards: int) -> PlanRequest:
+def _request(settings: dict[str, Any], verb: Any, cards: int) -> PlanRequest:
     """What to plan for a recipe: that of its job, with the largest picture that it allows; for grpo a step of sft of
     the same rows, which computes the same products and keeps the same activations."""
     if verb == "grpo":

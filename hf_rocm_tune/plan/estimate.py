@@ -98,7 +98,8 @@ class Tape:
         """Of each segment its events: their signs, the storages' sizes, and the layers of their owners."""
         segments, signs, sizes, owners = self._columns
         layers = np.array([layer for _, layer in self.keys])
-        edges = np.searchsorted(segments, np.arange(len(self.keys) + 1))  # events are in order of time
+        # events are in order of time
+        edges = [int(np.searchsorted(segments, number)) for number in range(len(self.keys) + 1)]
         ranges = [slice(start, stop) for start, stop in pairwise(edges)]
         return [(signs[each], sizes[each], layers[owners[each]]) for each in ranges]
 

@@ -383,6 +383,7 @@ _QWEN3_VL_TEXT |= {"max_position_embeddings": 262144}
 _QWEN3_VL = ("qwen3_vl", "Qwen3VLForConditionalGeneration")
 _MINISTRAL_TEXT: dict[str, Any] = {"model_type": "ministral3", "vocab_size": 131072, "head_dim": 128}
 _MINISTRAL_TEXT |= {"max_position_embeddings": 262144}
+_MISTRAL3 = ("mistral3", "Mistral3ForConditionalGeneration")
 _PIXTRAL: dict[str, Any] = {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14}
 _PIXTRAL |= {"image_size": 1540, "num_hidden_layers": 24, "num_attention_heads": 16, "head_dim": 64}
 _GEMMA4_TEXT: dict[str, Any] = {"model_type": "gemma4_unified_text", "vocab_size": 262144, "head_dim": 256}
@@ -431,8 +432,7 @@ PUBLIC_MODELS: tuple[PublicModel, ...] = (
         vision_config={"model_type": "qwen3_vl_vision", "out_hidden_size": 4096},
     ),
     _seeing(
-        *("mistralai/Ministral-3-8B-Instruct-2512-BF16", 8.92, "mistral3", "Mistral3ForConditionalGeneration"),
-        *(_MINISTRAL_TEXT, 4096, 14336, 34, 32, 8),
+        *("mistralai/Ministral-3-8B-Instruct-2512-BF16", 8.92, *_MISTRAL3, _MINISTRAL_TEXT, 4096, 14336, 34, 32, 8),
         vision_config=_PIXTRAL,
     ),
     _seeing(
