@@ -115,7 +115,7 @@ def _one(request: common.Figures) -> None:
         ways |= {"nccl": _of_group(dist.new_group(backend="nccl"))} if request["nccl"] else {}
         for name, verify in HOST.items():
             mover = stack.enter_context(Mover(device, settings=TransferSettings(verify=verify)))
-            ways[name] = _through_host(HostAveraging(mover, SyncSettings(way="host")))
+            ways[name] = _through_host(HostAveraging(mover, SyncSettings(method="host")))
         averages, nbytes = [], 1 << 10
         while nbytes <= request["max"]:
             averages += _averages(ways, nbytes, request["repeats"], rank, device)
@@ -181,7 +181,7 @@ def _train(request: common.Figures, device: torch.device, rank: int) -> dict[str
         for name, (verify, way) in TRAINED.items():
             mover, sync = (
                 stack.enter_context(Mover(device, settings=TransferSettings(verify=verify))),
-                SyncSettings(way=way),
+                SyncSettings(method=way),
             )
             copied = copy.deepcopy(base)
             place(copied, mover)
@@ -200,7 +200,7 @@ def _train(request: common.Figures, device: torch.device, rank: int) -> dict[str
                 loss = parallel(input_ids=tokens, labels=tokens).loss
                 loss.backward()
                 if check is not None:
-                    check.settle(step=turn * request["steps"] + number + 1)
+                    check.wait_verified(step=turn * request["steps"] + number + 1)
                 nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for tests.tin
 
 from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.cards.split import Split
-from hf_rocm_tune.cards.way import CardSettings
+from hf_rocm_tune.cards.strategy import CardSettings
 from hf_rocm_tune.models.split import LayerSplit, SplitMover, tell_of_devices
 from tests import card_time, tiny
 
@@ -78,8 +78,10 @@ def train(place: Path, wanted: argparse.Namespace, *, pipeline: bool) -> tuple[l
     with SplitMover(LayerSplit("model.layers", (1, 1)), [torch.device("cuda", card) for card in (0, 1)]) as mover:
         tell_of_devices(model, mover)
         data = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
-        way = Split(CardSettings(split=True, pipeline=pipeline))
-        made = Verified(model=model, args=args, train_dataset=data, data_collator=collator, mover=mover, way=way)
+        strategy = Split(CardSettings(split=True, pipeline=pipeline))
+        made = Verified(
+            model=model, args=args, train_dataset=data, data_collator=collator, mover=mover, strategy=strategy
+        )
         for card, layer in enumerate(model.model.layers):
             layer.register_forward_hook(lambda _, __, output, card=card: slow(output, card, wanted))
         made.add_callback(clock)

@@ -248,7 +248,7 @@ def _unit(seed: int) -> str:
             return "ended"
         optimizer.step()
         try:
-            checks.settle()
+            checks.check_now()
         except CorruptionError:
             return "ended"
     return outcome

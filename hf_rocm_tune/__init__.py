@@ -54,10 +54,12 @@ from hf_rocm_tune.version import __version__
 if TYPE_CHECKING:
     from hf_rocm_tune.accelerator import VerifiedAccelerator
     from hf_rocm_tune.engine import VerifiedTransfers
+    from hf_rocm_tune.train.settings import TrainerSettings
     from hf_rocm_tune.train.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
     from hf_rocm_tune.transfer import was_verified
 
 __all__ = [
+    "TrainerSettings",
     "VerifiedAccelerator",
     "VerifiedSFTTrainer",
     "VerifiedTransferMixin",
@@ -67,6 +69,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "TrainerSettings": "hf_rocm_tune.train.settings",
     "VerifiedTransferMixin": "hf_rocm_tune.train.trainer",
     "VerifiedSFTTrainer": "hf_rocm_tune.train.trainer",
     "VerifiedAccelerator": "hf_rocm_tune.accelerator",

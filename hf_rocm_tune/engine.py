@@ -247,7 +247,7 @@ class VerifiedTransfers:
 
     def deliver(self, batch: Any) -> Any:
         """Wait until a batch that was begun is verified, and check it again after its use."""
-        self._mover.settle(batch)
+        self._mover.wait_verified(batch)
         self._used_batches.use(batch)
         return batch
 

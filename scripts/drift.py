@@ -87,7 +87,7 @@ IMPORTS = """
 import importlib, json, sys
 from hf_rocm_tune import upstream
 from hf_rocm_tune.settings import start
-import hf_rocm_tune.cards.ways, hf_rocm_tune.models.experts, hf_rocm_tune.train.trainer as trainer
+import hf_rocm_tune.cards.strategies, hf_rocm_tune.models.experts, hf_rocm_tune.train.trainer as trainer
 upstream.check_all()
 upstream.check_overrides(trainer.VerifiedSFTTrainer)
 for module in ("sft", "dpo", "kto", "orpo", "reward", "grpo"):

@@ -54,7 +54,7 @@ def test_what_fsdp2_is_told_passes_our_own_refusals(name: str, monkeypatch: pyte
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     from hf_rocm_tune.cards.fsdp import check_plugin
-    from hf_rocm_tune.cards.way import is_on
+    from hf_rocm_tune.cards.strategy import is_on
 
     environment = prepare_multi_gpu_env(launch_arguments(name))
     assert is_on("ACCELERATE_USE_FSDP", environment)

@@ -1,4 +1,4 @@
-"""How gradients are averaged: from the flags to TRL's settings, and what several ranks settle before they join."""
+"""How gradients are averaged: from the flags to TRL's settings, and what several ranks agree on before they join."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.cards import preflight
-from hf_rocm_tune.cards.preflight import Preflight, SyncWay
+from hf_rocm_tune.cards.preflight import Preflight, SyncMethod
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.job import refusals
 from hf_rocm_tune.settings.arguments import RanksArguments, parse
@@ -46,13 +46,13 @@ def test_a_run_may_go_on_with_its_gradients_averaged_in_another_way_but_not_othe
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, way: SyncWay) -> list[dict[str, Any]]:
+def decided(monkeypatch: pytest.MonkeyPatch, way: SyncMethod) -> list[dict[str, Any]]:
     """The preflight finds this; returns what it was asked."""
     asked: list[dict[str, Any]] = []
 
     def run(**wanted: Any) -> Preflight:
         asked.append(wanted)
-        return Preflight(asked=wanted["asked"], way=way, reason="the reason", evidence=("a trial",))
+        return Preflight(asked=wanted["asked"], method=way, reason="the reason", evidence=("a trial",))
 
     monkeypatch.setattr(preflight, "run", run)
     return asked
@@ -85,7 +85,7 @@ def test_rccl_that_works_only_without_peers_is_told_so_before_it_starts(monkeypa
         decided(monkeypatch, way)  # type: ignore[arg-type]  # a way each
         environ, said = dict(TWO), list[str]()
         done = decide(environ, said, preflight="always")
-        assert done.way == way and "the reason" in said[0]
+        assert done.method == way and "the reason" in said[0]
         assert environ.get("NCCL_P2P_DISABLE") == ("1" if way == "ddp_without_p2p" else None)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, TuneError, listed
 from hf_rocm_tune.host_group import host_group
-from hf_rocm_tune.models.sharding import told
+from hf_rocm_tune.models.sharding import all_gather_named
 from hf_rocm_tune.transfer import QueuedDigests
 
 T = TypeVar("T")
@@ -40,10 +40,10 @@ def on_main_process(decide: Callable[[], T]) -> T:
 
 def highest(values: Sequence[int]) -> list[int]:
     """The maximum of each number over all ranks. Collective, over gloo."""
-    return [int(max(each)) for each in zip(*everyone(values), strict=True)]
+    return [int(max(each)) for each in zip(*all_gather_floats(values), strict=True)]
 
 
-def everyone(values: Sequence[float]) -> list[list[float]]:
+def all_gather_floats(values: Sequence[float]) -> list[list[float]]:
     """The values of each rank, in the order of the ranks, as float64. Collective, over gloo."""
     if PartialState().num_processes == 1:
         return [list(values)]
@@ -53,9 +53,9 @@ def everyone(values: Sequence[float]) -> list[list[float]]:
 def exchange(mine: Tensor) -> list[Tensor]:
     """The tensors of all ranks, of the same shape on each. Collective, over gloo."""
     group = host_group()
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    return everyone
+    of_all_ranks = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(of_all_ranks, mine, group=group)
+    return of_all_ranks
 
 
 def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
@@ -65,7 +65,7 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
     rows = list(tensors)
     digests = QueuedDigests([tensor.detach() for _, tensor in rows]).result()
     mine = {name: found.hex() for (name, _), found in zip(rows, digests, strict=True)}
-    first, *others = told(mine)
+    first, *others = all_gather_named(mine)
     differing: dict[str, list[int]] = {}
     for rank, theirs in enumerate(others, 1):
         for name in sorted(first.keys() | theirs.keys()):

@@ -39,13 +39,13 @@ STAGE = "buckets"
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSettings:
-    way: GradSync = "ddp"  # by the process group; ``host``: through the host, verified in both directions
+    method: GradSync = "ddp"  # by the process group; ``host``: through the host, verified in both directions
     # ``fp16`` and ``bf16`` cast wider gradients; ``powersgd`` approximates them at rank 1, for ``ddp`` only
     compression: Compression = "none"
     powersgd_after: int = 100  # steps with plain averages before PowerSGD begins, at least 2
 
     def __post_init__(self) -> None:
-        if self.way == "host" and self.compression == "powersgd":
+        if self.method == "host" and self.compression == "powersgd":
             raise UsageError(
                 "--grad_compression powersgd does not go with --grad_sync host: choose fp16 or bf16, or --grad_sync ddp"
             )
@@ -150,7 +150,7 @@ class HostAveraging:
     def _to_be_summed(self, fetched: Fetched, number: int, wire: torch.dtype, ranks: int) -> Tensor:
         """This rank's summand, of dtype ``wire``. A bucket that arrived wrong is a failure, and is summed as it is."""
         try:
-            fetched.settle()
+            fetched.wait_verified()
         except CorruptionError as failure:
             self.failures[number] = str(failure)
         return fetched.host.to(wire).div_(ranks)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from hf_rocm_tune.cards.gradients import GradientCheck, watch
-from hf_rocm_tune.cards.way import Compare, Way
+from hf_rocm_tune.cards.strategy import Compare, ParallelStrategy
 from hf_rocm_tune.models.tensors import tensors_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _NothingBroadcast(DistributedDataParallelKwargs):
         return {**given, "init_sync": False, buffers: False}
 
 
-class Ddp(Way):
+class Ddp(ParallelStrategy):
     name: ClassVar[str] = "ddp"
     _check: GradientCheck | None = None
 
@@ -64,11 +64,11 @@ class Ddp(Way):
     @override
     def check(self, *, step: int, synced: bool) -> None:
         if self._check is not None and (self._check.pending or synced):
-            self._check.settle(step=step)
+            self._check.wait_verified(step=step)
 
     @override
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        unchecked = {"way": "ddp", "compression": "none", "judged": "no"}
+        unchecked = {"method": "ddp", "compression": "none", "judged": "no"}
         return {**super().describe(model), "grad_sync": self._check.describe() if self._check else unchecked}
 
 

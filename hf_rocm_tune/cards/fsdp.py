@@ -17,7 +17,7 @@ from typing_extensions import override
 from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, project
 from hf_rocm_tune.cards.sharded import Gathers, Sharded, declare_accelerators
-from hf_rocm_tune.cards.way import is_on
+from hf_rocm_tune.cards.strategy import is_on
 from hf_rocm_tune.errors import SeamError, UsageError
 from hf_rocm_tune.models.sharding import shard
 from hf_rocm_tune.models.shards import fsdp_modules, rows_of
@@ -90,13 +90,13 @@ class Traffic(Gathers):
     gradients. Not covered: the copies that FSDP2 makes on the card; wrong averages within the rounding bound.
     """
 
-    way, message = "fsdp2", "weights of %s that FSDP2 gathered from the other cards arrived wrong"
+    reported_as, message = "fsdp2", "weights of %s that FSDP2 gathered from the other cards arrived wrong"
     advice = ", or train without FSDP2"
 
     def __init__(self, model: nn.Module, mover: Mover) -> None:
         super().__init__(mover)
         self._model = model
-        self.judge = AverageJudge(mover, SyncSettings(way="host"), rung="reduce_scatter", advice=self.advice)
+        self.judge = AverageJudge(mover, SyncSettings(method="host"), collective="reduce_scatter", advice=self.advice)
         for name, module in fsdp_modules(model):
             module.set_custom_all_gather(_AllGather(name or "root", self))
             module.set_custom_reduce_scatter(_ReduceScatter(name or "root", self))

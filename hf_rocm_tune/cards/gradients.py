@@ -97,18 +97,18 @@ class WrongAverage:
 class AverageJudge:
     """Judges averages, and computes wrong ones again through the host. The constructor is collective.
 
-    ``rung``: the collective that computes averages first; ``advice``: the end of the error.
+    ``collective``: which computes averages first; ``advice``: the end of the error.
     """
 
-    def __init__(self, mover: Mover, settings: SyncSettings, *, rung: str, advice: str = "") -> None:
-        self._mover, self._rung, self._advice = mover, rung, advice
+    def __init__(self, mover: Mover, settings: SyncSettings, *, collective: str, advice: str = "") -> None:
+        self._mover, self._collective, self._advice = mover, collective, advice
         self.through_host = HostAveraging(mover, settings)
         self._named_not_finite = False
         host_group()  # created here, on every rank, not in the middle of a step
 
-    def conclude(self, records: Sequence[Average], everyone: Sequence[Tensor], step: int) -> list[Average]:
+    def conclude(self, records: Sequence[Average], of_all_ranks: Sequence[Tensor], step: int) -> list[Average]:
         """The averages that were wrong, and are right now, from all ranks' words. Collective: verdicts are the same."""
-        judged = _verdicts(records, everyone)
+        judged = _verdicts(records, of_all_ranks)
         wrong = [each for each in judged if each.kind != NOT_FINITE]
         bad = [each for each in judged if each.kind == NOT_FINITE]
         if not self._named_not_finite:  # once per series of steps: NaN from backward is not a transfer fault
@@ -118,7 +118,7 @@ class AverageJudge:
             return []
         self._mover.report.count(STAGE, mismatches=len(wrong))
         if self._mover.settings.on_corruption == "stop":
-            self._report(wrong, step, self._rung, "stopped")
+            self._report(wrong, step, self._collective, "stopped")
             raise self._refusal(wrong, step, "--on_corruption stop is set")
         records = [each.record for each in wrong]
         failures = [self._again(record) for record in records]
@@ -164,10 +164,10 @@ class AverageJudge:
             f"{self._advice}"
         )
 
-    def _report(self, found: Sequence[WrongAverage], step: int, rung: str, outcome: str) -> None:
+    def _report(self, found: Sequence[WrongAverage], step: int, retry: str, outcome: str) -> None:
         for each in found:
             common = {"step": step, "stage": STAGE, "ranks": list(each.ranks), "kind": each.kind}
-            self._mover.report.incident({**common, **each.record.row, "rung": rung, "outcome": outcome})
+            self._mover.report.incident({**common, **each.record.row, "retry": retry, "outcome": outcome})
 
 
 def joined_words(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
@@ -175,11 +175,11 @@ def joined_words(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
     return torch.cat(words).cpu() if words else torch.zeros(0, dtype=torch.int64)
 
 
-def _verdicts(records: Sequence[Average], everyone: Sequence[Tensor]) -> list[WrongAverage]:
+def _verdicts(records: Sequence[Average], of_all_ranks: Sequence[Tensor]) -> list[WrongAverage]:
     """The averages that are wrong or could not be checked, from all ranks' words of these records in turn."""
     if not records:
         return []
-    each = torch.stack(list(everyone)).split([record.size for record in records], dim=1)
+    each = torch.stack(list(of_all_ranks)).split([record.size for record in records], dim=1)
     found = [record.verdict(words) for record, words in zip(records, each, strict=True)]
     return [verdict for verdict in found if verdict is not None]
 
@@ -203,9 +203,9 @@ class GradientCheck:
                 )
         self.model, self._mover, self._settings = model, mover, settings
         self.judging = mover.settings.verify != "off"
-        self._judge = AverageJudge(mover, settings, rung="all_reduce")
+        self._judge = AverageJudge(mover, settings, collective="all_reduce")
         self._host = self._judge.through_host
-        self._group = None if settings.way == "host" else GroupAveraging(model, settings)
+        self._group = None if settings.method == "host" else GroupAveraging(model, settings)
         self._copies = self._group is not None or model.gradient_as_bucket_view  # else buckets keep what was sent
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self.pending: list[Average] = []
@@ -218,7 +218,7 @@ class GradientCheck:
         steps, averaging = max(self._backwards, 1), self._group or self._host
         compressed = self._settings.compression == "powersgd"
         return {
-            "way": self._settings.way,
+            "method": self._settings.method,
             "compression": self._settings.compression,
             "process_group": dist.get_backend(self.model.process_group),
             "judged": "no" if not self.judging else "equal on all ranks" if compressed else "projections",
@@ -281,7 +281,7 @@ class GradientCheck:
     def collect(self) -> None:
         """Collect this rank's evidence on the averages of this step. Not collective.
 
-        `settle` then needs device memory only to compute a wrong average again.
+        `wait_verified` then needs device memory only to compute a wrong average again.
         """
         self._host.check()
         if self._short_of_memory:
@@ -289,7 +289,7 @@ class GradientCheck:
         if self.pending:
             self._words = joined_words(self.pending, [bucket.number in self._host.failures for bucket in self.pending])
 
-    def settle(self, *, step: int) -> None:
+    def wait_verified(self, *, step: int) -> None:
         """Check the averages of this step and compute wrong ones again. Collective; afterwards they may be used."""
         if not self.judging:
             self.collect()
@@ -325,14 +325,15 @@ def watch(
     model: nn.Module, mover: Mover, earlier: GradientCheck | None, settings: SyncSettings | None = None
 ) -> GradientCheck | None:
     settings = settings or SyncSettings()
-    stock = settings.way == "ddp" and settings.compression == "none"
+    stock = settings.method == "ddp" and settings.compression == "none"
     wrapped = getattr(model, "_orig_mod", model)  # torch.compile wraps DistributedDataParallel
     if not isinstance(wrapped, DistributedDataParallel):
         if stock:
             return None
         raise UsageError(
-            f"--grad_sync {settings.way} with --grad_compression {settings.compression} needs DistributedDataParallel, "
-            f"and this model is a {type(wrapped).__name__}: choose --grad_sync ddp with --grad_compression none"
+            f"--grad_sync {settings.method} with --grad_compression {settings.compression} needs "
+            f"DistributedDataParallel, and this model is a {type(wrapped).__name__}: "
+            f"choose --grad_sync ddp with --grad_compression none"
         )
     if stock and mover.settings.verify == "off":
         return None

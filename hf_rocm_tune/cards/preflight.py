@@ -1,9 +1,9 @@
 """The preflight of a job with several ranks: one rank of each machine tries its cards and chooses how to average.
 
 It runs before any process group is created, since a hanging RCCL is what it looks for: in child processes that are
-killed at deadlines. Tried in turn: gloo, which every way needs; RCCL as the environment has it; RCCL without peer
-copies. The fastest way whose sums were right is chosen; without any, the run ends. Not covered: RCCL between machines;
-peer copies of a split (see the doctor).
+killed at deadlines. Tried in turn: gloo, which every method needs; RCCL as the environment has it; RCCL without peer
+copies. The fastest method whose sums were right is chosen; without any, the run ends. Not covered: RCCL between
+machines; peer copies of a split (see the doctor).
 """
 
 from __future__ import annotations
@@ -110,16 +110,16 @@ def try_pair(
 
 
 def try_all_reduce(
-    devices: Sequence[Mapping[str, Any]], way: SyncWay, *, deadline_s: float, fault: PreflightFault | None = None
+    devices: Sequence[Mapping[str, Any]], method: SyncMethod, *, deadline_s: float, fault: PreflightFault | None = None
 ) -> Trial:
     """Sum over one rank per device, each rank in a new process."""
     # One thread per process, as torchrun sets it; RCCL's own warnings, such as those on the IOMMU, are evidence.
     ours = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN"}
     variables = {name: value for name, value in ours.items() if name not in os.environ}
-    if way == "ddp_without_p2p":
+    if method == "ddp_without_p2p":
         variables[P2P_VARIABLE] = "1"
     on_cards = any(device["device"] != "cpu" for device in devices)
-    backend = "nccl" if on_cards and way != "host" else "gloo"
+    backend = "nccl" if on_cards and method != "host" else "gloo"
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-ranks-", ignore_cleanup_errors=True) as folder:
         shared = {
             "world": len(devices),
@@ -130,12 +130,12 @@ def try_all_reduce(
             "repeats": _REPEATS,
         }
         requests = [{**device, **shared, "rank": rank} for rank, device in enumerate(devices)]
-        if fault is not None and fault.trial == way:  # an ending comes after something was tried
+        if fault is not None and fault.trial == method:  # an ending comes after something was tried
             victim = requests[-1 if fault.rank is None else fault.rank]
             victim["fault"] = {"kind": fault.kind, "where": "summing"}
         tasks = [Task(module=_MODULE, request=each, environ=variables) for each in requests]
         found = run_together(tasks, deadline_s=deadline_s)
-    over = {"gloo": "gloo", "nccl": "RCCL"}[backend] + " without peer copies" * (way == "ddp_without_p2p")
+    over = {"gloo": "gloo", "nccl": "RCCL"}[backend] + " without peer copies" * (method == "ddp_without_p2p")
     return Trial(subject=f"all-reduce over {over}", what="sums", outcomes=tuple(found))
 
 
@@ -168,11 +168,11 @@ _NOT_CURED = (
 )
 
 GradSync = Literal["ddp", "host"]
-"""How gradients are averaged: by the process group, or through the host. The only list of the ways to choose from."""
+"""How gradients are averaged: by the process group, or through the host. The only list of methods to choose from."""
 Asked = Literal["auto", GradSync]
-"""The values of ``--grad_sync``: a way, or what works in the preflight."""
-SyncWay = Literal["ddp", "ddp_without_p2p", "host", "one_card"]
-_NAMES: Mapping[SyncWay, str] = {
+"""The values of ``--grad_sync``: a method, or what works in the preflight."""
+SyncMethod = Literal["ddp", "ddp_without_p2p", "host", "one_card"]
+_NAMES: Mapping[SyncMethod, str] = {
     "ddp": "over the process group as it is",
     "ddp_without_p2p": f"over RCCL with {P2P_VARIABLE}=1",
     "host": "through host memory, over gloo",
@@ -183,7 +183,7 @@ _stores: list[Any] = []  # keeps the store of this job's ranks alive, if this pr
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightFault:
-    """An injected fault: ``HF_ROCM_TUNE_PREFLIGHT_FAULT="trial=ddp,kind=hang"`` lets one way's trial fail."""
+    """An injected fault: ``HF_ROCM_TUNE_PREFLIGHT_FAULT="trial=ddp,kind=hang"`` lets one method's trial fail."""
 
     trial: str  # ``ddp``, ``ddp_without_p2p`` or ``host``
     kind: str  # ``wrong``: an element of each sum; or an ending of the trial's child, see `machine.child`
@@ -203,17 +203,17 @@ class Preflight:
     """The outcome, the same on every rank of a machine."""
 
     asked: Asked = "auto"  # ``--grad_sync``
-    way: SyncWay
+    method: SyncMethod
     reason: str  # one line
     evidence: Sequence[str] = ()  # one line per trial: what was tried, its outcome, its time
-    shown: bool = True  # a trial showed that this way gives right sums
+    shown: bool = True  # a trial showed that this method gives right sums
     seconds: float = 0.0  # from when all ranks have joined to the decision
     fault_injection: str | None = None
 
     @property
     def name(self) -> str:
-        """The way in words, to follow "gradients are averaged"."""
-        return _NAMES[self.way]
+        """The method in words, to follow "gradients are averaged"."""
+        return _NAMES[self.method]
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "seconds": round(self.seconds, 1)}
@@ -223,8 +223,8 @@ class Preflight:
         first = f"preflight: gradients are averaged {self.name}{asked}: {self.reason}"
         injected = self.fault_injection
         fault = [f"a fault is injected into the preflight on request: {injected}"] if injected else []
-        page_faults = [_NOT_CURED] if self.way == "ddp_without_p2p" else []
-        evidence = [] if self.way == "ddp" and self.shown else self.evidence
+        page_faults = [_NOT_CURED] if self.method == "ddp_without_p2p" else []
+        evidence = [] if self.method == "ddp" and self.shown else self.evidence
         return [*fault, f"{first} ({self.seconds:.0f} s)", *page_faults, *evidence]
 
 
@@ -283,14 +283,14 @@ def run(
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
-    if done.way == "one_card":
+    if done.method == "one_card":
         raise StallError(
             f"the preflight found no way to average gradients over these cards ({done.reason}): train on one card with "
             f"{one_card}; gloo needs this machine's own name to resolve (`getent hosts $(hostname)`); "
             "`hf-rocm-tune doctor` has more details"
         )
-    if done.asked == "ddp" and done.way != "ddp":
-        fix = f"set {P2P_VARIABLE}=1" if done.way == "ddp_without_p2p" else "give --grad_sync host"
+    if done.asked == "ddp" and done.method != "ddp":
+        fix = f"set {P2P_VARIABLE}=1" if done.method == "ddp_without_p2p" else "give --grad_sync host"
         raise StallError(
             f"--grad_sync ddp failed the preflight, while averaging {done.name} works: leave --grad_sync at "
             f"auto, or {fix} ({done.reason})"
@@ -308,45 +308,45 @@ def try_machine(
     """Try the cards of this machine and choose how to average. Imports no torch."""
     if len(devices) < 2:
         return _unknown(asked, "one rank on this machine: no pair to try")
-    ways: list[SyncWay] = ["host"]
+    methods: list[SyncMethod] = ["host"]
     if asked != "host" and any(device["device"] != "cpu" for device in devices):
-        ways.append("ddp")
+        methods.append("ddp")
         if not environ.get(P2P_VARIABLE, "").strip():  # else the user has decided
-            ways.append("ddp_without_p2p")
+            methods.append("ddp_without_p2p")
     elif asked != "host":
-        ways.insert(0, "ddp")  # over gloo, too
+        methods.insert(0, "ddp")  # over gloo, too
     ends_at = time.monotonic() + limit_s
-    sums: dict[SyncWay, Trial] = {}
-    for left, way in zip(range(len(ways), 0, -1), ways, strict=True):
+    sums: dict[SyncMethod, Trial] = {}
+    for left, method in zip(range(len(methods), 0, -1), methods, strict=True):
         deadline_s = (ends_at - time.monotonic()) / left - _KILLING_S  # leaves time for those that may have to follow
         if deadline_s >= _SHORTEST_S:
-            sums[way] = try_all_reduce(devices, way, deadline_s=deadline_s, fault=fault)
-            if (sums[way].verdict in FAILED) == (way == "host"):
-                break  # nothing works without gloo; and what was not shown to fail needs no other way
+            sums[method] = try_all_reduce(devices, method, deadline_s=deadline_s, fault=fault)
+            if (sums[method].verdict in FAILED) == (method == "host"):
+                break  # nothing works without gloo; and what was not shown to fail needs no other method
     return choose(sums, asked)
 
 
-def choose(sums: Mapping[SyncWay, Trial], asked: Asked = "auto") -> Preflight:
+def choose(sums: Mapping[SyncMethod, Trial], asked: Asked = "auto") -> Preflight:
     evidence = tuple(trial.told() for trial in sums.values())
     against = [trial.reason for trial in sums.values() if trial.verdict in FAILED]
     untried = [trial.reason for trial in sums.values() if trial.verdict == "untried"]
-    fastest: tuple[SyncWay, ...] = ("ddp", "ddp_without_p2p", "host")
-    right = [way for way in fastest if way in sums and sums[way].verdict == "right"]
+    fastest: tuple[SyncMethod, ...] = ("ddp", "ddp_without_p2p", "host")
+    right = [method for method in fastest if method in sums and sums[method].verdict == "right"]
     if "host" in sums and sums["host"].verdict in FAILED:
         against, right = [f"gloo, over which averages are checked, does not work: {sums['host'].reason}"], []
     if right:
         also = [] if right[0] == "ddp" else [*against, *untried][:1]
         reason = "; ".join([sums[right[0]].reason, *also])
-        return Preflight(asked=asked, way=right[0], reason=reason, evidence=evidence)
+        return Preflight(asked=asked, method=right[0], reason=reason, evidence=evidence)
     if against:
-        return Preflight(asked=asked, way="one_card", reason=against[0], evidence=evidence, shown=False)
+        return Preflight(asked=asked, method="one_card", reason=against[0], evidence=evidence, shown=False)
     why = [*untried, "there was no time for any"][0]
     return _unknown(asked, f"the trials gave no result for these cards: {why}", evidence)
 
 
 def _unknown(asked: Asked, reason: str, evidence: tuple[str, ...] = ()) -> Preflight:
-    way: SyncWay = "host" if asked == "host" else "ddp"
-    return Preflight(asked=asked, way=way, reason=reason, evidence=evidence, shown=False)
+    method: SyncMethod = "host" if asked == "host" else "ddp"
+    return Preflight(asked=asked, method=method, reason=reason, evidence=evidence, shown=False)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from hf_rocm_tune.cards.agree import compare_replicas, everyone, exchange, highest
+from hf_rocm_tune.cards.agree import all_gather_floats, compare_replicas, exchange, highest
 from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, joined_words, marked
-from hf_rocm_tune.cards.way import Compare, Way
+from hf_rocm_tune.cards.strategy import Compare, ParallelStrategy
 from hf_rocm_tune.errors import CorruptionError, SeamError
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.shards import cut_of, is_sharded, reshard, shard_digest
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trl import ModelConfig
 
 
-class Sharded(Way):
+class Sharded(ParallelStrategy):
     on_host: ClassVar[bool] = True
     _traffic: Gathers | None = None  # None before `place`, and where nothing is checked
     _accelerator: Any
@@ -89,11 +89,11 @@ class Sharded(Way):
     @override
     def check(self, *, step: int, synced: bool) -> None:
         if self._traffic is not None and (self._traffic.pending or synced):
-            self._traffic.settle(step=step)
+            self._traffic.wait_verified(step=step)
 
     @override
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        unchecked = {"way": self.name, "compression": "none", "judged": "no"}
+        unchecked = {"method": self.name, "compression": "none", "judged": "no"}
         return {**super().describe(model), "grad_sync": self._traffic.describe() if self._traffic else unchecked}
 
     def _clip(self, parameters: Any, max_norm: float) -> Tensor:
@@ -107,7 +107,7 @@ class Sharded(Way):
             whole = [isinstance(each, DTensor) and cut_of(each) is None for each in gradients]
             norms[torch.tensor(whole, device=norms.device)] = 0
         mine = (norms.double() ** 2).sum()
-        total = sum(row[0] for row in everyone([mine.item()])) ** 0.5
+        total = sum(row[0] for row in all_gather_floats([mine.item()])) ** 0.5
         factor = max_norm / (total + 1e-6)
         if factor < 1 or factor != factor:
             torch._foreach_mul_(parts, factor)
@@ -143,7 +143,7 @@ class Gathers:
     n-th records of all ranks belong together. What arrived wrong has already been used: every rank stops.
     """
 
-    way, message = "", ""  # in reports; in the error, with ``%s`` for the name of the first wrong one
+    reported_as, message = "", ""  # in reports; in the error, with ``%s`` for the name of the first wrong one
     advice = ""  # the end of errors
 
     def __init__(self, mover: Mover) -> None:
@@ -176,24 +176,24 @@ class Gathers:
                 f"library versions that this package was tested with{self.advice}"
             )
 
-    def settle(self, *, step: int) -> None:
+    def wait_verified(self, *, step: int) -> None:
         """Check all collectives since the last call. Collective."""
         gathers, self.gathers = self.gathers, []
         averages, self.averages = self.averages, []
         records = [*gathers, *averages]
         self._bytes += sum(gather.nbytes for gather in gathers)
         self._bytes += sum(each.sent.nbytes - each.sent.nbytes // len(each.projected) for each in averages)
-        everyone = exchange(joined_words(records, [False] * len(records)))
-        report, ranks = self._mover.report, len(everyone)
+        of_all_ranks = exchange(joined_words(records, [False] * len(records)))
+        report, ranks = self._mover.report, len(of_all_ranks)
         report.count(GATHERED, checked=len(gathers))
         end = len(gathers) * _SUMS * (1 + ranks)
-        table = torch.stack([mine[:end] for mine in everyone]).view(ranks, len(gathers), 1 + ranks, _SUMS)
+        table = torch.stack([mine[:end] for mine in of_all_ranks]).view(ranks, len(gathers), 1 + ranks, _SUMS)
         sent, arrived = table[:, :, 0], table[:, :, 1:]  # [from, gather, sums], [at, gather, from, sums]
         right = (arrived == sent.transpose(0, 1)[None]).all(dim=3).all(dim=2)  # [at, gather]
         bad = [(gathers[number].name, list(marked(~right[:, number]))) for number in marked((~right).any(dim=0))]
         for name, at in bad:
             row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": at, "kind": "other bytes"}
-            report.incident({**row, "rung": "all_gather", "outcome": "stopped"})
+            report.incident({**row, "retry": "all_gather", "outcome": "stopped"})
         if bad:
             report.count(GATHERED, mismatches=len(bad))
             (name, at), *more = bad
@@ -206,11 +206,11 @@ class Gathers:
         if self.judge is not None:
             report.count(STAGE, buckets=len(averages))
             self.made += len(averages)
-            self.judge.conclude(averages, [mine[end:] for mine in everyone], step)
+            self.judge.conclude(averages, [mine[end:] for mine in of_all_ranks], step)
 
     def describe(self) -> dict[str, Any]:
         sent = round(self._bytes / max(self._steps, 1))
-        common = {"way": self.way, "compression": "none", "process_group": dist.get_backend()}
+        common = {"method": self.reported_as, "compression": "none", "process_group": dist.get_backend()}
         return {**common, "bytes_between_ranks_per_step": sent}
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from hf_rocm_tune.cards.way import Stock, Way
+from hf_rocm_tune.cards.strategy import ParallelStrategy, Stock
 from hf_rocm_tune.data.loader import AccumulationWindow
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.split import Crossing, Hops, SplitMover, layer_stack
@@ -35,7 +35,7 @@ IN_FLIGHT = 2
 """Micro-batches in flight for each card."""
 
 
-class Split(Way):
+class Split(ParallelStrategy):
     """Layers of one model on several cards. The mover must be a `SplitMover`."""
 
     name: ClassVar[str] = "split"
@@ -108,7 +108,7 @@ class Split(Way):
             rows.append(row | {name: counted[name] for name in ("weights", BETWEEN_CARDS)})
         split = {
             "layers": mover.split.stack,
-            "way": "staged through the host",
+            "method": "staged through the host",
             "micro_batches_in_flight": self._pipeline.in_flight if self._pipeline else 1,
             "cards": rows,
         }

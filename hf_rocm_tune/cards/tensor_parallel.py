@@ -46,7 +46,7 @@ _LEFT_WHOLE |= {"replicated_with_grad_allreduce"}
 class Reductions(Gathers):
     """Sums over the ranks in forward and backward. The constructor is collective."""
 
-    way, message = "tensor_parallel", "partial sums of %s from the other card arrived wrong"
+    reported_as, message = "tensor_parallel", "partial sums of %s from the other card arrived wrong"
     advice = ", or train without --tensor_parallel"
 
     def __init__(self, mover: Mover, *, through_host: bool) -> None:
@@ -197,8 +197,8 @@ def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[
     """
     for _, module, by_columns in planned(model, ranks):
         layer: Any = getattr(module, "base_layer", module)
-        ways = sum(each.out_features for each in getattr(module, "lora_A", {}).values())
-        yield module, (2 if recomputed else 1) * (layer.out_features + ways) if by_columns else layer.in_features + ways
+        rows = sum(each.out_features for each in getattr(module, "lora_A", {}).values())
+        yield module, (2 if recomputed else 1) * (layer.out_features + rows) if by_columns else layer.in_features + rows
 
 
 class _Local(TensorParallelLayer):
@@ -259,5 +259,5 @@ class TensorParallel(Sharded):
     def _shard(self, model: nn.Module) -> None:
         mesh = self._accelerator.torch_device_mesh["tp"]
         cut(model, mesh, self.mover, dims_of(model, self._accelerator.num_processes))
-        self._traffic = Reductions(self.mover, through_host=self.settings.sync.way == "host")
+        self._traffic = Reductions(self.mover, through_host=self.settings.sync.method == "host")
         install(model, mesh, self._traffic)

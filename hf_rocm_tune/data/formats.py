@@ -823,8 +823,8 @@ def _hint(columns: list[str], first: dict[str, Any], method: Method, text_field:
     if chats and method in ("dpo", "orpo", "reward", "kto"):
         wanted = "'completion'" if method == "kto" else "'chosen' and 'rejected'"
         return f"split the last answer of '{chats}' off: its other messages are the 'prompt', and answers are {wanted}"
-    settled = {name for group in (_PROMPTS, _ANSWERS) if _only(group, columns) for name in group}
-    missing = sorted(accepted - {*columns} - settled)
+    decided = {name for group in (_PROMPTS, _ANSWERS) if _only(group, columns) for name in group}
+    missing = sorted(accepted - {*columns} - decided)
     renamed = []
     for column in columns:
         fits = isinstance(first[column], str | list) and column not in accepted

@@ -2,9 +2,9 @@
 
 Accelerate still shards, seeds and resumes. A prepared loader becomes a *true subclass of its own class that shares its
 state*, so the object that is iterated is the one that Accelerate knows as the active loader. ``DataLoaderShard`` reads
-one batch ahead: its inner loader starts the transfers, and `Mover.settle` must come before any use. Batches of other
-loaders, such as ``DataLoaderDispatcher``, are verified where they cross (`transfer.interception`) or when they are
-used: slower, for the next one does not cross meanwhile. So are those of the rest of an epoch in which a run with
+one batch ahead: its inner loader starts the transfers, and `Mover.wait_verified` must come before any use. Batches of
+other loaders, such as ``DataLoaderDispatcher``, are verified where they cross (`transfer.interception`) or when they
+are used: slower, for the next one does not cross meanwhile. So are those of the rest of an epoch in which a run with
 ``dataloader_num_workers`` resumes.
 """
 

@@ -1,7 +1,7 @@
 """``hf-rocm-tune doctor --drill``: faults of every kind injected into real transfers on the user's device, and whether
 they are detected.
 
-The transfers use the same mover, ring, digests and ladder as a run; faults are injected into copies, at the backend.
+The transfers use the same mover, ring, digests and retries as a run; faults are injected into copies, at the backend.
 What arrived is compared byte by byte, in memory that was poisoned before: allocators reuse memory, so memory that was
 never written may hold the correct bytes of an earlier transfer. Not covered: the libraries above the mover (real runs
 under ``HF_ROCM_TUNE_FAULT``), speed (``benchmarks/transfer.py``), casts and memory at rest (``doctor``).
@@ -210,7 +210,7 @@ def _send(mover: Mover, stage: str, tensors: dict[str, Tensor]) -> tuple[dict[st
             arrived = mover.begin(tensors)
         else:
             arrived = {name: mover.move(tensor, name=name, stage=stage) for name, tensor in tensors.items()}
-        mover.settle(arrived)
+        mover.wait_verified(arrived)
     except CorruptionError as error:
         return arrived, error
     return arrived, None

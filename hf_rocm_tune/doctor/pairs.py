@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from hf_rocm_tune.cards.preflight import SyncWay, Trial, try_machine, try_pair
+from hf_rocm_tune.cards.preflight import SyncMethod, Trial, try_machine, try_pair
 from hf_rocm_tune.doctor.findings import Finding, fail, failure, ok, problem_lines, unknown
 
 _WITHOUT_ENGINES = {"HSA_ENABLE_PEER_SDMA": "0"}
@@ -19,7 +19,7 @@ _IOMMU = (
 )
 _IOMMU_SOURCES = "ROCm docs: IOMMU; rccl init.cc; rccl#1129"
 # Row, end of the title and fix of a failing all-reduce, by the way that works instead.
-_INSTEAD: Mapping[SyncWay, tuple[str, str, str]] = {
+_INSTEAD: Mapping[SyncMethod, tuple[str, str, str]] = {
     "ddp_without_p2p": ("all_reduce_without_p2p", "with NCCL_P2P_DISABLE=1 it is correct",
                         "set NCCL_P2P_DISABLE=1 for training on both cards (RCCL only, not tensor.to('cuda:1')); see "
                         "the findings on pairs"),
@@ -85,11 +85,11 @@ def judge_pair(source: str, destination: str, trial: Trial, again: str | None, a
 def all_reduce(request: Mapping[str, Any]) -> list[Finding]:
     """Sums over all cards by the trials of a run's preflight: RCCL, else without peer copies, else gloo."""
     found = try_machine(request["devices"], environ={}, limit_s=request["deadline_s"])
-    if found.way == "ddp":
+    if found.method == "ddp":
         text = "on all ranks, for all tested sizes and dtypes"
         right = ok("all_reduce_right", "sums over RCCL", text, "rccl#1129", read=found.evidence)
         return [right if found.shown else unknown(found.reason, read=found.evidence)]
-    row, end, fix = _INSTEAD[found.way]
+    row, end, fix = _INSTEAD[found.method]
     text = f"{found.reason}; NCCL_DEBUG=INFO prints what RCCL waits for"
     source = "rccl#1129; ROCm/vllm#390; rocm-systems#5480; ROCm/ROCm#6505"
     return [fail(row, f"All-reduce over RCCL does not work; {end}", text, fix, source, read=found.evidence)]

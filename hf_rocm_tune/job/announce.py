@@ -109,7 +109,7 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in device else ""
     micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     ranks = training.world_size
-    shares = 1 if arguments.way().shares_rows else ranks  # all ranks get the same rows
+    shares = 1 if arguments.strategy().shares_rows else ranks  # all ranks get the same rows
     lines = [
         f"data {data}",
         f"device {device['type']} ({device['name']}{memory}), {ranks} process{'es' if ranks > 1 else ''}, "
@@ -117,8 +117,8 @@ def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
         f"verification {mover.settings.verify}",
     ]
     sync = arguments.grad_sync
-    if ranks > 1 and (sync.way, sync.compression) != ("ddp", "none"):
-        where = "through host memory, over gloo" if sync.way == "host" else "by DistributedDataParallel"
+    if ranks > 1 and (sync.method, sync.compression) != ("ddp", "none"):
+        where = "through host memory, over gloo" if sync.method == "host" else "by DistributedDataParallel"
         lines.append(f"gradients are averaged {where}, compression {sync.compression}")
     if mover.device.type != "cpu" and (refusal := triton_refusal(mover.device)):
         lines.append(f"{refusal}; loss and digests are computed without Triton, which is slower")

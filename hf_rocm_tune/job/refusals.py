@@ -1,7 +1,7 @@
 """What a job refuses before its model is loaded: one table of settings that exclude each other, with the reason; some
 adapters and reward functions; and, by the preflight, ways to average gradients.
 
-A way over cards names what it excludes in its own file (`cards.way.Way.excludes`), in the same words.
+A parallel strategy names what it excludes in its own file (`ParallelStrategy.excludes`), in the same words.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_rocm_tune.cards import preflight
-from hf_rocm_tune.cards.way import is_on
+from hf_rocm_tune.cards.strategy import is_on
 from hf_rocm_tune.errors import StallError, UsageError
 from hf_rocm_tune.job import announce
 from hf_rocm_tune.machine.child import pci_address
@@ -46,7 +46,7 @@ USES: Mapping[str, Callable[[Arguments], object]] = {
     "several processes": lambda job: job.training.world_size > 1,
     "FSDP": lambda job: job.training.fsdp or is_on("ACCELERATE_USE_FSDP"),
     "DeepSpeed": lambda job: job.training.deepspeed or is_on("ACCELERATE_USE_DEEPSPEED"),
-    "FSDP2 or --tensor_parallel": lambda job: job.way().on_host,
+    "FSDP2 or --tensor_parallel": lambda job: job.strategy().on_host,
     "--init_lora_weights": lambda job: job.tune.rewrites_base,
     "the CPU": lambda job: job.training.device.type == "cpu",
     "its `offload`": lambda job: recompute.options_of(job.training).get("offload"),
@@ -148,14 +148,14 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
 
 
 def check(job: Arguments, config: Any) -> None:
-    """Refuse settings that exclude each other or this model's ``config``, and what the way over cards excludes."""
+    """Refuse settings that exclude each other or this model's ``config``, and what the parallel strategy excludes."""
     packed = has_mxfp4(config) or (job.model.load_in_4bit and has_experts(config))
     for what, excluded in EXCLUDES.items():
         applies = packed if what == PACKED else what == job.method or (what.startswith("--") and uses(job, what))
         if applies and (found := {flag: why for flag, why in excluded.items() if uses(job, flag)}):
             raise UsageError("; ".join(f"{flag} is not supported with {what} ({why})" for flag, why in found.items()))
-    way = job.way()
-    way.refuse(job.training, job.model, {flag: uses(job, flag) for flag in way.excludes}, os.environ)
+    strategy = job.strategy()
+    strategy.refuse(job.training, job.model, {flag: uses(job, flag) for flag in strategy.excludes}, os.environ)
 
 
 def check_router_loss(job: Arguments, config: Any) -> None:
@@ -287,16 +287,17 @@ def decide(
         "your other flags (the same effective batch)"
     )
     preflight.insist(done, one_card=one_card)
-    if done.way == "host" and any(is_on(f"ACCELERATE_USE_{each}", environ) for each in ("FSDP", "DEEPSPEED")):
+    if done.method == "host" and any(is_on(f"ACCELERATE_USE_{each}", environ) for each in ("FSDP", "DEEPSPEED")):
         raise StallError(
             f"gradients can only be averaged through host memory here ({done.reason}), which FSDP and DeepSpeed "
             f"do not support: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"
         )
-    if done.way == "host" and ranks.grad_sync != "host" and environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world):
+    several_machines = environ.get("LOCAL_WORLD_SIZE", str(world)) != str(world)
+    if done.method == "host" and ranks.grad_sync != "host" and several_machines:
         raise StallError(
             f"gradients can only be averaged through host memory on this machine ({done.reason}), and the "
             "other machines may average differently: start all of them again with --grad_sync host"
         )
-    if done.way == "ddp_without_p2p":
+    if done.method == "ddp_without_p2p":
         environ[preflight.P2P_VARIABLE] = "1"
     return done

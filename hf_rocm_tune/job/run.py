@@ -70,6 +70,7 @@ from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.train.refusals import as_usage_errors, check_settings
 from hf_rocm_tune.train.samples import SampledAnswers, open_pictures
+from hf_rocm_tune.train.settings import JobServices, TrainerSettings
 from hf_rocm_tune.train.stall import StallGuard
 from hf_rocm_tune.train.telemetry import Telemetry
 from hf_rocm_tune.train.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
@@ -245,7 +246,7 @@ def _complete(job: Job) -> None:
         job.plan = _plan(job.arguments, job.asked, restarted=True)
         where = _continues_from(job.plan)
         announce.say_of_this_rank(fault, f"all weights are loaded again and the run goes back to {where}")
-        job.mover.report.settle_incidents(("frozen", "trained", "batches", "streamed"), "recovered")
+        job.mover.report.close_incidents(("frozen", "trained", "batches", "streamed"), "recovered")
 
 
 def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
@@ -483,8 +484,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     training, tune = job.arguments.training, job.arguments.tune
     set_seed(training.seed)  # as TRL does before loading
     # a model to be sharded stays on the host: each card gets its part when the trainer is built
-    way = job.arguments.way()
-    on_host = way.on_host and job.source.quantization is None
+    strategy = job.arguments.strategy()
+    on_host = strategy.on_host and job.source.quantization is None
     before = torch.get_rng_state()
     model, seconds = load_model(job.source, job.mover, on_host=on_host, streamed=job.streamed)
     drawn = not torch.equal(before, torch.get_rng_state())
@@ -516,24 +517,15 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             peft_config=peft_config,
             callbacks=callbacks,
             mover=job.mover,
-            sentinel_every=tune.sentinel_every,
-            check_arithmetic=tune.check_arithmetic,
-            prefetch_batches=tune.prefetch_batches,
-            consent_unverified=tune.consent_unverified,
-            recompute_layers=job.fit.recompute if job.fit else tune.recompute,
-            one_pass_loss=job.arguments.one_pass_loss,
-            on_oom=tune.on_oom,
-            max_skipped_steps=tune.max_skipped_steps,
-            way=way,
-            run_id=job.plan.run_id,
-            skip_steps=job.plan.record.skipped_steps,
-            publisher=job.publisher,
-            readme_writer=lambda directory: job.files.write_readme(directory),
-            result_writer=lambda directory: job.files.write_result(directory),
-            telemetry=job.telemetry,
-            listener=job.guard.beat,
-            plain_lora=tune.rewrites_base,
-            rates=LearningRates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
+            strategy=strategy,
+            settings=_trainer_settings(job),
+            services=JobServices(
+                publisher=job.publisher,
+                write_readme=lambda directory: job.files.write_readme(directory),
+                write_result=lambda directory: job.files.write_result(directory),
+                telemetry=job.telemetry,
+                listener=job.guard.beat,
+            ),
             **extra,
         )
     _learn_end_tokens(trainer)
@@ -559,6 +551,24 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         data=tuple(each.to_dict() for each in summaries.values()),
     )
     return trainer, facts
+
+
+def _trainer_settings(job: Job) -> TrainerSettings:
+    tune = job.arguments.tune
+    return TrainerSettings(
+        sentinel_every=tune.sentinel_every,
+        check_arithmetic=tune.check_arithmetic,
+        prefetch_batches=tune.prefetch_batches,
+        consent_unverified=tune.consent_unverified,
+        recompute_layers=job.fit.recompute if job.fit else tune.recompute,
+        one_pass_loss=job.arguments.one_pass_loss,
+        on_oom=tune.on_oom,
+        max_skipped_steps=tune.max_skipped_steps,
+        skip_steps=job.plan.record.skipped_steps,
+        plain_lora=tune.rewrites_base,
+        rates=LearningRates(lora_b=tune.loraplus_lr_ratio, embeddings=tune.embedding_learning_rate),
+        run_id=job.plan.run_id,
+    )
 
 
 def _learn_end_tokens(trainer: Any) -> None:

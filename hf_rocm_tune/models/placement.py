@@ -28,7 +28,7 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, listed
 from hf_rocm_tune.models.files import MappedFile, check_model_directory, hub_snapshot
 from hf_rocm_tune.models.shards import local
-from hf_rocm_tune.models.tensors import LANDINGS, Place, places_of, quant_state_of, tensors_of
+from hf_rocm_tune.models.tensors import LAYER_BUFFERS, Place, places_of, quant_state_of, tensors_of
 from hf_rocm_tune.transfer import Digest, digest, was_verified
 from hf_rocm_tune.transfer.mover import Registry
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
@@ -270,17 +270,17 @@ def file_name(name: str) -> str:
 
 
 def coverage(model: nn.Module, mover: Mover) -> Coverage:
-    """The share of the model's bytes on its device that is verified, landings of streamed layers included."""
+    """The share of the model's bytes on its device that is verified, buffers of streamed layers included."""
     verified = total = 0
     unverified: list[dict[str, str]] = []
     verified_by: Counter[str] = Counter()
-    landings: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for where in places_of(model):
         tensor = where.find()
-        landing = LANDINGS.get(tensor)
-        if landing is not None:
-            landings[landing] = storage_bytes(tensor)
-    for name, tensor in chain(tensors_of(model), landings.items()):
+        buffer = LAYER_BUFFERS.get(tensor)
+        if buffer is not None:
+            buffers[buffer] = storage_bytes(tensor)
+    for name, tensor in chain(tensors_of(model), buffers.items()):
         size = tensor.numel() * tensor.element_size()
         total += size
         origin = mover.provenance(tensor)

@@ -121,7 +121,7 @@ class _Parts:
             for number, (name, tensor) in enumerate(tensors)
             if (group.rank() - number) % group.size() < 2
         }
-        for theirs in told(mine):
+        for theirs in all_gather_named(mine):
             for name, text in theirs.items():
                 if self._wholes.setdefault(name, Digest.from_hex(text)) != Digest.from_hex(text):
                     raise CorruptionError(
@@ -149,8 +149,8 @@ class _Parts:
             for name in wrong
             if name in self._sources and digest(local(shards[name]).detach()) != digest(self._sources[name])
         ]
-        everyone, still = told(dict.fromkeys(mine, "")), wrong
-        at = {name: [rank for rank, theirs in enumerate(everyone) if name in theirs] for name in wrong}
+        of_all_ranks, still = all_gather_named(dict.fromkeys(mine, "")), wrong
+        at = {name: [rank for rank, theirs in enumerate(of_all_ranks) if name in theirs] for name in wrong}
         if self._mover.settings.on_corruption == "recover":
             for name in mine:
                 part = local(shards[name]).detach()
@@ -171,11 +171,11 @@ class _Parts:
             )
 
     def _wrong(self) -> list[str]:
-        everyone = told({name: shard_digest(each).hex() for name, each in self._shards()})
+        of_all_ranks = all_gather_named({name: shard_digest(each).hex() for name, each in self._shards()})
         return [
             name
-            for name in everyone[0]
-            if combine(Digest.from_hex(theirs[name]) for theirs in everyone) != self._wholes[name]
+            for name in of_all_ranks[0]
+            if combine(Digest.from_hex(theirs[name]) for theirs in of_all_ranks) != self._wholes[name]
         ]
 
     def _shards(self) -> Iterator[tuple[str, DTensor]]:
@@ -200,9 +200,9 @@ def _kept_with_the_root(model: nn.Module) -> Iterator[None]:
             del model.__dict__["get_output_embeddings"]
 
 
-def told(mine: dict[str, str]) -> list[dict[str, str]]:
+def all_gather_named(mine: dict[str, str]) -> list[dict[str, str]]:
     """The texts of each rank. Collective, over gloo."""
     group = host_group()
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    of_all_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_all_ranks, mine, group=group)
+    return of_all_ranks

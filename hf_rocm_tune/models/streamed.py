@@ -9,7 +9,7 @@ from hf_rocm_tune.errors import UsageError
 
 FLAG = "--stream_weights"
 #: One that computes, one that has arrived, one that arrives.
-LANDING_COUNT = 3
+LAYER_BUFFERS_A_CARD = 3
 #: As many layers as necessary.
 AUTO = -1
 

@@ -1,9 +1,9 @@
 """Weight streaming: frozen decoder layers that live in host memory and visit the card while they compute.
 
-The matrices of some layers (packed ones with their scales too) are views of one of a few landings, device memory that
+The matrices of some layers (packed ones with their scales too) are views of one of a few buffers, device memory that
 is filled through the engine ahead of the layer's use: a visit is digested on the card, and once more when the next
-layer takes its place. Streamed layer k always lands in landing ``k % n`` of its card, so autograd's references to views
-of the landing hold that layer again in backward. A thread packs what is fetched ahead.
+layer takes its place. Streamed layer k always lands in buffer ``k % n`` of its card, so autograd's references to views
+of the buffer hold that layer again in backward. A thread packs what is fetched ahead.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.models.files import MappedFile
 from hf_rocm_tune.models.placement import read_as
 from hf_rocm_tune.models.split import SplitMover, layer_stack
-from hf_rocm_tune.models.streamed import FLAG, LANDING_COUNT, Streamed
-from hf_rocm_tune.models.tensors import LANDINGS, Place, places_of
+from hf_rocm_tune.models.streamed import FLAG, LAYER_BUFFERS_A_CARD, Streamed
+from hf_rocm_tune.models.tensors import LAYER_BUFFERS, Place, places_of
 from hf_rocm_tune.transfer import combine, tree_tensors
 from hf_rocm_tune.transfer.copies import ALIGNMENT, Segment
 from hf_rocm_tune.transfer.digest import digest_range
-from hf_rocm_tune.transfer.landing import ADVICE, Content, Landing
+from hf_rocm_tune.transfer.layer_buffer import ADVICE, Content, LayerBuffer
 from hf_rocm_tune.transfer.raw_bytes import typed_view
 
 if TYPE_CHECKING:
@@ -66,29 +66,29 @@ class Streamer:
             placed = list(self._take(stack[layer]))
             self.contents.append(self._content(f"{streamed.stack}.{layer}", placed))
             where.append(placed)
-        self.landings: list[Landing] = []
-        self._landing_of: list[int] = []  # of each streamed layer
+        self.buffers: list[LayerBuffer] = []
+        self._buffer_of: list[int] = []  # of each streamed layer
         one = [(mover, range(len(stack)))]
         for card, there in zip(mover.cards, mover.split.ranges, strict=True) if isinstance(mover, SplitMover) else one:
-            first = len(self.landings)
+            first = len(self.buffers)
             own = [layer for layer in self.layers if layer in there]
-            for at in range(min(LANDING_COUNT, len(own))):
-                nbytes = max(self.contents[self.layers.index(layer)].nbytes for layer in own[at::LANDING_COUNT])
-                self.landings.append(card.landing(nbytes))
-                LANDINGS.put(self.landings[-1].memory, f"landing {first + at} of streamed layers")
-            self._landing_of += [first + at % LANDING_COUNT for at in range(len(own))]
+            for at in range(min(LAYER_BUFFERS_A_CARD, len(own))):
+                nbytes = max(self.contents[self.layers.index(layer)].nbytes for layer in own[at::LAYER_BUFFERS_A_CARD])
+                self.buffers.append(card.layer_buffer(nbytes))
+                LAYER_BUFFERS.put(self.buffers[-1].memory, f"buffer {first + at} of streamed layers")
+            self._buffer_of += [first + at % LAYER_BUFFERS_A_CARD for at in range(len(own))]
         for at, (layer, placed) in enumerate(zip(self.layers, where, strict=True)):
             self._bind(at, placed)
             stack[layer].register_forward_pre_hook(partial(self._enter, at))
             stack[layer].register_forward_hook(partial(self._after_forward, at))
-        self._holds: list[int | None] = [None] * len(self.landings)
-        self._sent: list[Future[None] | None] = [None] * len(self.landings)
+        self._holds: list[int | None] = [None] * len(self.buffers)
+        self._sent: list[Future[None] | None] = [None] * len(self.buffers)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="streaming")
         setattr(stack, _ATTRIBUTE, self)
 
     @property
-    def landing_bytes(self) -> int:
-        return sum(landing.memory.nbytes for landing in self.landings)
+    def layer_buffer_bytes(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in self.buffers)
 
     def _take(self, layer: nn.Module) -> Iterator[tuple[Place, Tensor]]:
         seen: dict[int, Tensor] = {}
@@ -121,7 +121,7 @@ class Streamer:
         return Content(layer, segments, combine(each.digest for each in segments if each.digest is not None))
 
     def _bind(self, at: int, placed: Sequence[tuple[Place, Tensor]]) -> None:
-        memory = self.landings[self._landing_of[at]].memory
+        memory = self.buffers[self._buffer_of[at]].memory
         segments = {id(segment.source): segment for segment in self.contents[at].segments}
         for where, source in placed:
             segment = segments[id(source)]
@@ -146,39 +146,39 @@ class Streamer:
                     tensor.register_hook(partial(self._enter, at))
 
     def _enter(self, at: int, *_: Any) -> None:
-        """The layer's weights are in its landing when this returns, and the next ones are on their way.
+        """The layer's weights are in its buffer when this returns, and the next ones are on their way.
 
         Whatever other layers have launched so far is all that they will launch until they enter again.
         """
         self._fetch_ahead(at)
-        landing = self._landing_of[at]
-        sent = self._sent[landing]
+        buffer = self._buffer_of[at]
+        sent = self._sent[buffer]
         assert sent is not None
         begun = time.perf_counter()
         try:
-            self.waits[at] += not sent.done() or not self.landings[landing].has_arrived
+            self.waits[at] += not sent.done() or not self.buffers[buffer].has_arrived
             sent.result()
-            self.landings[landing].settle()
+            self.buffers[buffer].wait_verified()
         except BaseException:
-            self._holds[landing] = None
+            self._holds[buffer] = None
             raise
         self._require_bound(at)
         self.wait_seconds += time.perf_counter() - begun
 
     def _fetch_ahead(self, at: int) -> None:
-        """Send what will be used next into the landings that nothing earlier needs."""
+        """Send what will be used next into the buffers that nothing earlier needs."""
         claimed: set[int] = set()
         for layer in self._order_from(at):
-            landing = self._landing_of[layer]
-            if self._holds[landing] != layer:
-                if landing in claimed:
+            buffer = self._buffer_of[layer]
+            if self._holds[buffer] != layer:
+                if buffer in claimed:
                     return
-                self._holds[landing] = layer
-                send, mark = self.landings[landing].send, self.landings[landing].mark()
-                self._sent[landing] = self._worker.submit(send, self.contents[layer], mark)
+                self._holds[buffer] = layer
+                send, mark = self.buffers[buffer].send, self.buffers[buffer].mark()
+                self._sent[buffer] = self._worker.submit(send, self.contents[layer], mark)
                 self.visits += 1
-            claimed.add(landing)
-            if len(claimed) == len(self.landings):
+            claimed.add(buffer)
+            if len(claimed) == len(self.buffers):
                 return
 
     def _order_from(self, at: int) -> Iterable[int]:
@@ -193,7 +193,7 @@ class Streamer:
         yield from range(len(self.layers))
 
     def bring(self, module: nn.Module) -> None:
-        """Have the layer that a module is part of in its landing, outside of a pass through the model."""
+        """Have the layer that a module is part of in its buffer, outside of a pass through the model."""
         for at, layer in enumerate(self.layers):
             if any(each is module for each in self._stack[layer].modules()):
                 self._enter(at)
@@ -220,18 +220,18 @@ class Streamer:
         return segment.source
 
     def check(self) -> None:
-        """Compare what the landings hold with what arrived; part of the check before a save."""
-        for sent, landing in zip(self._sent, self.landings, strict=True):
+        """Compare what the buffers hold with what arrived; part of the check before a save."""
+        for sent, buffer in zip(self._sent, self.buffers, strict=True):
             if sent is not None:
                 sent.result()
-                landing.settle()
-            landing.check()
+                buffer.wait_verified()
+            buffer.check()
 
     def describe(self) -> dict[str, Any]:
         return {
             "layers": list(self.layers),
             "host_bytes": dict(self.host_bytes),
-            "landing_bytes": self.landing_bytes,
+            "layer_buffer_bytes": self.layer_buffer_bytes,
             "visits": self.visits,
             "waits": list(self.waits),
             "wait_seconds": self.wait_seconds,

@@ -16,14 +16,14 @@ from hf_rocm_tune.models.shards import local, reshard
 from hf_rocm_tune.transfer.mover import Registry
 
 #: Device memory that streamed layers share, with its name, see `models.streaming`.
-LANDINGS: Registry[str] = Registry()
+LAYER_BUFFERS: Registry[str] = Registry()
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All tensors that the model keeps on its device, each storage once; of a sharded tensor, this rank's part.
 
     Dotted name and tensor: parameters, buffers, ``<weight>.quant_state.*`` (bitsandbytes 4-bit),
-    ``<weight>.CB``/``SCB`` (8-bit). Not those of streamed layers, which share landings.
+    ``<weight>.CB``/``SCB`` (8-bit). Not those of streamed layers, which share buffers.
     """
     return ((name, tensor) for name, tensor, _ in findable_tensors_of(model))
 
@@ -35,7 +35,7 @@ def findable_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Callabl
     for where in places_of(model):
         tensor = where.find()
         key = tensor.untyped_storage()._cdata
-        if key not in seen and LANDINGS.get(tensor) is None:
+        if key not in seen and LAYER_BUFFERS.get(tensor) is None:
             seen.add(key)
             yield where.name, tensor, where.find
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hf_rocm_tune.models.streamed import LANDING_COUNT, spread
+from hf_rocm_tune.models.streamed import LAYER_BUFFERS_A_CARD, spread
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 Counts: TypeAlias = "tuple[int, ...]"
@@ -349,17 +349,17 @@ class Weights:
         return [self.streams[layer] for layer in spread(count, len(self.streams))]
 
     def on_card(self, count: int) -> dict[str, int]:
-        """The parts that stay on the card where so many layers are streamed, with the landings that these share."""
+        """The parts that stay on the card where so many layers are streamed, with the buffers that these share."""
         if not count:
             return dict(self.parts)
         sizes = self.streamed(count)
-        landings = sum(max(sizes[first::LANDING_COUNT]) for first in range(min(count, LANDING_COUNT)))
+        buffers = sum(max(sizes[first::LAYER_BUFFERS_A_CARD]) for first in range(min(count, LAYER_BUFFERS_A_CARD)))
         resident = self.parts["weights"] - sum(sizes)
-        return {**self.parts, "weights": resident, "landings of streamed layers": landings}
+        return {**self.parts, "weights": resident, "buffers of streamed layers": buffers}
 
     def visiting(self, count: int) -> float:
         """Bytes that come to the card in a forward and backward pass: the last layers of one begin the other."""
-        return 2 * sum(self.streamed(count)) * max(count - LANDING_COUNT, 0) / max(count, 1)
+        return 2 * sum(self.streamed(count)) * max(count - LAYER_BUFFERS_A_CARD, 0) / max(count, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

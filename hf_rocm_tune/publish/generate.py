@@ -68,7 +68,7 @@ class Loaded:
     def place(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move host tensors to the device, verified."""
         placed: dict[str, Tensor] = self.mover.begin(inputs)
-        self.mover.settle(placed)
+        self.mover.wait_verified(placed)
         return placed
 
 

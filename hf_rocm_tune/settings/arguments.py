@@ -27,8 +27,8 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.cards.preflight import Asked, GradSync, Preflight
-from hf_rocm_tune.cards.way import CardSettings, Way, is_on
-from hf_rocm_tune.cards.ways import choose
+from hf_rocm_tune.cards.strategies import choose
+from hf_rocm_tune.cards.strategy import CardSettings, ParallelStrategy, is_on
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError, count_of
 from hf_rocm_tune.machine import process
@@ -205,8 +205,8 @@ class RanksArguments:
     def sync(self, found: str | None) -> SyncSettings:
         """How gradients are averaged: as the user set it, else as the preflight ``found``; None: none ran."""
         wanted = found if self.grad_sync == "auto" else self.grad_sync
-        way: GradSync = next((each for each in get_args(GradSync) if each == wanted), "ddp")
-        return SyncSettings(way=way, compression=self.grad_compression)
+        method: GradSync = next((each for each in get_args(GradSync) if each == wanted), "ddp")
+        return SyncSettings(method=method, compression=self.grad_compression)
 
 
 class Difference(NamedTuple):
@@ -234,9 +234,9 @@ class Arguments:
 
     @property
     def grad_sync(self) -> SyncSettings:
-        return self.ranks.sync(self.preflight.way if self.preflight else None)
+        return self.ranks.sync(self.preflight.method if self.preflight else None)
 
-    def way(self) -> Way:
+    def strategy(self) -> ParallelStrategy:
         return choose(
             CardSettings(
                 world_size=self.training.world_size,
@@ -330,8 +330,8 @@ def parse(
     if before_joining is not None and not ours.print_config:
         steps: Any = values.get("gradient_accumulation_steps", flags.defaults["gradient_accumulation_steps"])
         preflight = before_joining(of_ranks, accelerator, steps)
-    sync = of_ranks.sync(preflight.way if preflight else None)
-    if sync.way == "host" and os.environ.get("WORLD_SIZE", "1") != "1":  # Accelerate takes a back end for a group
+    sync = of_ranks.sync(preflight.method if preflight else None)
+    if sync.method == "host" and os.environ.get("WORLD_SIZE", "1") != "1":  # Accelerate takes a back end for a group
         if (other := values.get("ddp_backend")) not in (None, "gloo"):
             raise UsageError(
                 f"--ddp_backend {other} does not work with gradients averaged through the host, which uses gloo: drop "

@@ -247,7 +247,7 @@ class Checkpoints:
         """Save a checkpoint in ``final`` with upstream's ``write``. Collective."""
         trainer, state = self._trainer, self._trainer.state
         read_back: dict[str, Readback] = {}
-        saved_state.settle_prompts(self._bare_model())
+        saved_state.stabilise_prompts(self._bare_model())
         trainer.before_save()
         best_before, saved = state.best_model_checkpoint, False
 

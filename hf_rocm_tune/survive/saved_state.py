@@ -324,7 +324,7 @@ def prompts_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name in state if name in wanted or name.startswith("prompt_encoder.")}
 
 
-def settle_prompts(model: nn.Module) -> None:
+def stabilise_prompts(model: nn.Module) -> None:
     """PEFT's CPT projects its trained prompt again in each forward, saving included: until that changes no bit."""
     for name, encoder in getattr(model, "prompt_encoder", {}).items():
         prompt: Any = getattr(getattr(encoder, "delta_embedding", None), "weight", None)

@@ -62,7 +62,7 @@ class Rank(NamedTuple):
         return is_alive(self.pid, self.born)
 
 
-class Board:
+class RankStatus:
     """One rank's access to the directory of the watchdogs of one machine; the last rank to leave deletes it."""
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -113,8 +113,8 @@ class Watchdog:
     may pass until the next one, None for no limit.
     """
 
-    def __init__(self, board: Board | None, *, tick_s: float = 1.0) -> None:
-        self.board, self._tick_s = board, tick_s
+    def __init__(self, rank_status: RankStatus | None, *, tick_s: float = 1.0) -> None:
+        self.rank_status, self._tick_s = rank_status, tick_s
         self.beats, self.where = 0, ""
         self.limit_s: float | None = None
         self._stopped = threading.Event()
@@ -130,7 +130,7 @@ class Watchdog:
         self._thread.join()  # if it has declared a stall, it ends the process
 
     def _watch(self) -> None:
-        board, before, beats, silent_s = self.board, time.monotonic(), -1, 0.0
+        rank_status, before, beats, silent_s = self.rank_status, time.monotonic(), -1, 0.0
         seen: dict[int, tuple[int, float]] = {}  # by rank: its last tick, and the seconds since it changed
         while not self._stopped.wait(self._tick_s):
             now = time.monotonic()
@@ -138,25 +138,25 @@ class Watchdog:
             passed, before = min(now - before, 2 * self._tick_s), now
             silent_s, limit_s = silent_s + passed if self.beats == beats else 0.0, self.limit_s
             beats, overdue = self.beats, limit_s is not None and silent_s > limit_s
-            others = board.tick(overdue=overdue) if board is not None else []
+            others = rank_status.tick(overdue=overdue) if rank_status is not None else []
             for each in others:
                 last, seconds = seen.get(each.rank, (-1, 0.0))
                 seen[each.rank] = each.tick, seconds + passed if each.tick == last else 0.0
             answering = [each for each in others if seen[each.rank][1] < max(TICK_SECONDS, 4 * self._tick_s)]
             # Another rank that may still make progress is rightly waited for.
             is_stall = overdue and all(each.stacks for each in answering)
-            if is_stall or (board is not None and (board.directory / "declared").exists()):
+            if is_stall or (rank_status is not None and (rank_status.directory / "declared").exists()):
                 self._conclude(others, [each for each in others if each not in answering], silent_s)
 
     def _conclude(self, others: Sequence[Rank], mute: Sequence[Rank], silent_s: float) -> NoReturn:
         """Name the cause, or wait until the rank that was first has done so, and end the job."""
         _end_in_any_case(LAST_SECONDS)
-        board = self.board
-        if board is not None and not board.claim("declared"):
-            _wait((board.directory / "finished").exists, _VERDICT_SECONDS)
+        rank_status = self.rank_status
+        if rank_status is not None and not rank_status.claim("declared"):
+            _wait((rank_status.directory / "finished").exists, _VERDICT_SECONDS)
             self._end([])
         try:
-            me = board.me if board is not None else Rank(0, os.getpid(), 0)
+            me = rank_status.me if rank_status is not None else Rank(0, os.getpid(), 0)
             answers = {me: stacks(), **{each: {} if each in mute else each.answer for each in others}}
             cause = explain(answers)
             page = f"no progress for {silent_s:.0f} s {self.where}\n{cause}\n"
@@ -174,11 +174,11 @@ class Watchdog:
         for pid in doomed:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if self.board is not None:
+        if self.rank_status is not None:
             with suppress(OSError):
-                self.board.claim("finished")
+                self.rank_status.claim("finished")
             _wait(lambda: not any(each.alive for each in mute), 1.0)
-            self.board.leave()
+            self.rank_status.leave()
         briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()), 1.0)
         os._exit(StallError.exit_code)
 

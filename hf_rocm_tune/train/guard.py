@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import TrainerCallback
 
-from hf_rocm_tune.cards.agree import everyone, highest
+from hf_rocm_tune.cards.agree import all_gather_floats, highest
 from hf_rocm_tune.errors import CorruptionError, DivergedError, listed
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.survive.run_directory import list_checkpoints
@@ -148,7 +148,7 @@ class TrainingGuard:
         self,
         model: nn.Module,
         norm: Any,
-        settle: Callable[[int], None],
+        wait_verified: Callable[[int], None],
         products: ArithmeticChecks,
         replays: Replays,
         updates: UpdateChecks,
@@ -169,7 +169,7 @@ class TrainingGuard:
             replays.judge(can_repeat=can_repeat),
             updates.judge(figures.samples, can_repeat=can_repeat),
         )
-        of_ranks = everyone([figures.loss, figures.norm, own])
+        of_ranks = all_gather_floats([figures.loss, figures.norm, own])
         verdict = StepVerdict(int(max(rank_verdict for _, _, rank_verdict in of_ranks)))
         if verdict == StepVerdict.END:
             elsewhere = f"step {step}: wrong arithmetic on another rank"
@@ -178,7 +178,7 @@ class TrainingGuard:
             return True
         mean = sum(rank_loss for rank_loss, _, _ in of_ranks) / len(of_ranks)  # NaN on one rank is NaN on all
         worst = max((rank_norm for _, rank_norm, _ in of_ranks), key=_nan_as_infinity)
-        settle(step)
+        wait_verified(step)
         if verdict == StepVerdict.SKIP:
             model.zero_grad()
             return False

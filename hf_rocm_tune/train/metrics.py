@@ -1,11 +1,11 @@
 """Logged metrics of TRL's trainers stay on the device in each micro-step and are read when they are logged.
 
 TRL's ``compute_loss`` gathers and reads each metric at once: several collectives and waits in each micro-step. Within
-`DeferredMetrics.deferring` gathers return a `Deferred`; `settle` evaluates all of them with TRL's own operations in its
-own order, so the values are bit-identical, with one gather and one read. An operation that a `Deferred` does not know
-reads it at once, as stock does: slower, and right in any version of TRL. So is the last step of an epoch, of
-whose batches `gather_for_metrics` cuts what fills them up. Only for `TRAINERS`: KTO and GRPO compute with what they
-gather.
+`DeferredMetrics.deferring` gathers return a `Deferred`; `evaluate_deferred` evaluates all of them with TRL's own
+operations in its own order, so the values are bit-identical, with one gather and one read. An operation that a
+`Deferred` does not know reads it at once, as stock does: slower, and right in any version of TRL. So is the last step
+of an epoch, of whose batches `gather_for_metrics` cuts what fills them up. Only for `TRAINERS`: KTO and GRPO compute
+with what they gather.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Deferred:
 
     def now(self) -> Any:
         """Gather and read what this depends on, for an operation that cannot wait. Collective."""
-        settle([self])
+        evaluate_deferred([self])
         return self.value()
 
     @classmethod
@@ -192,23 +192,23 @@ class DeferredMetrics:
             if not self._within:
                 del accelerator.gather
         if self._micro_steps >= _AT_MOST and not self._within:
-            self.settle()
+            self.evaluate()
 
-    def settle(self) -> None:
+    def evaluate(self) -> None:
         """Evaluate all outstanding metrics. Collective."""
         if not self._micro_steps:
             return
         self._micro_steps = 0
         trainer = self._trainer
         figures = [figure for metrics in trainer._metrics.values() for values in metrics.values() for figure in values]
-        settle([*figures, trainer._total_train_tokens])
+        evaluate_deferred([*figures, trainer._total_train_tokens])
         trainer._total_train_tokens = value_of(trainer._total_train_tokens)
         for metrics in trainer._metrics.values():
             for values in metrics.values():
                 values[:] = map(value_of, values)
 
 
-def settle(figures: Iterable[Any]) -> None:
+def evaluate_deferred(figures: Iterable[Any]) -> None:
     """Gather and read what these metrics depend on, so that each has its value. Collective."""
     found: dict[int, Deferred] = {}
     pending = [figure for figure in figures if isinstance(figure, Deferred)]

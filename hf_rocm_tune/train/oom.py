@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.cards.agree import everyone, on_main_process
-from hf_rocm_tune.cards.way import Stock
+from hf_rocm_tune.cards.agree import all_gather_floats, on_main_process
+from hf_rocm_tune.cards.strategy import Stock
 from hf_rocm_tune.data.loader import IN_ROW
 from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
@@ -344,7 +344,7 @@ class OutOfMemoryRecovery:
                     loss = self._micro_step(window, stock, model, number, batch, num_items)
                 self._at = last, None
                 if trainer.accelerator.sync_gradients:
-                    trainer.way.collect()
+                    trainer.strategy.collect()
                 break
             except RuntimeError as error:  # it keeps every activation alive until this block ends
                 if (said := device_shortage(error)) is None:
@@ -379,7 +379,7 @@ class OutOfMemoryRecovery:
                 losses.append(self._micro_step(window, stock, model, number, batch, num_items))
             if number == 0:
                 after_first(losses[0])
-        self._trainer.way.collect()
+        self._trainer.strategy.collect()
         return losses
 
     def _micro_step(
@@ -410,7 +410,7 @@ class OutOfMemoryRecovery:
                     losses.append(stock(model, micro_batch, num_items))
                 trainer.beat("step")
         if apart:
-            window.set_tokens(before + round(sum(row[0] for row in everyone([window.tokens - before]))))
+            window.set_tokens(before + round(sum(row[0] for row in all_gather_floats([window.tokens - before]))))
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _parts(self, batch: Mapping[str, Any], divisor: int) -> list[BatchPart]:
@@ -462,7 +462,7 @@ class OutOfMemoryRecovery:
         pictures = _pictures_told(part.inputs)
         what = f"out of memory with {rows} {unit}{'s' * (rows > 1)} ({part.tokens} tokens{pictures}) at step {step}"
         what = f"rank {args.process_index}: {what}" if several else what
-        fewer = not several and trainer.way.fewer_in_flight()
+        fewer = not several and trainer.strategy.fewer_in_flight()
         if not fewer and rows == 1:
             _count_shortages(trainer, shortages, "failed")
             why = part.layout.reason or "the micro-batch cannot be split further"

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import set_seed
 
-from hf_rocm_tune.cards.way import Stock
+from hf_rocm_tune.cards.strategy import Stock
 from hf_rocm_tune.errors import CorruptionError, device_shortage
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.quantised import running_statistics

@@ -56,13 +56,13 @@ def build(trainer: Any, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
     """Build the report; ``gather``: over all ranks (collective), False for this rank only, after a failure."""
     looked = facts.telemetry.summary() if facts.telemetry else None
     mine = (trainer.transfer_report.to_dict(), facts.findings, looked)
-    everyone = gather_object([mine]) if gather and trainer.args.world_size > 1 else [mine]
-    counters = TransferReport.merge([counted for counted, _, _ in everyone])
+    of_all_ranks = gather_object([mine]) if gather and trainer.args.world_size > 1 else [mine]
+    counters = TransferReport.merge([counted for counted, _, _ in of_all_ranks])
     injected = counters.pop("step_faults")
     weights, described = trainer.weight_coverage(), trainer.describe()
     batches, between = counters["batches"], counters[BETWEEN_CARDS]
     seconds = sum(row.get("train_runtime", 0.0) for row in trainer.state.log_history)
-    verified_weights = weights.verified_bytes * len(everyone)
+    verified_weights = weights.verified_bytes * len(of_all_ranks)
     content = {
         "schema": SCHEMA,
         "run_id": facts.run_id,
@@ -72,12 +72,12 @@ def build(trainer: Any, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
         "device": describe_device(trainer.mover.device),
         "digest": {"host": asdict(host_method()), "device": asdict(device_method(trainer.mover.device))},
         "loss_gradient": None if (choice := products.choose(trainer.mover.device)) is None else asdict(choice),
-        "ranks": len(everyone),
+        "ranks": len(of_all_ranks),
         "versions": versions(),
         "data": list(facts.data),
         "coverage": {
             "verified_bytes": verified_weights + batches["verified_bytes"] + between["verified_bytes"],
-            "device_bytes": weights.device_bytes * len(everyone) + batches["bytes"] + between["bytes"],
+            "device_bytes": weights.device_bytes * len(of_all_ranks) + batches["bytes"] + between["bytes"],
             "unverified": weights.unverified,
             "weights_verified_by": weights.verified_by,
             # of all that crossed between host and card, whoever asked for it; ``unverified`` above names tensors
@@ -92,7 +92,7 @@ def build(trainer: Any, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
             "attested_files": facts.attested_files,
             "not_attested": list(facts.not_attested),
         },
-        "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(everyone))},
+        "batches": {**batches, "verify_share_of_step": _share(batches["verify_seconds"], seconds * len(of_all_ranks))},
         "arithmetic": {**counters["arithmetic"], **described["arithmetic"]},
         "memory": {**counters["memory"], **described["memory"]},
         "auto_fit": facts.auto_fit,
@@ -104,8 +104,8 @@ def build(trainer: Any, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
             skipped_steps=sorted(trainer.skip_steps),
             crash_injection=described["crash_injection"],
         ),
-        "findings": [found for _, findings, _ in everyone for found in findings],
-        "telemetry": [{"rank": rank, **seen} for rank, (_, _, seen) in enumerate(everyone) if seen is not None],
+        "findings": [found for _, findings, _ in of_all_ranks for found in findings],
+        "telemetry": [{"rank": rank, **seen} for rank, (_, _, seen) in enumerate(of_all_ranks) if seen is not None],
     }
     return content | {"events": _events(content)}
 

@@ -82,7 +82,7 @@ class SampledAnswers(TrainerCallback):
     def _answer(self, model: Any, processor: Any, prompt: str, image: str | None) -> str:
         tokenizer = getattr(processor, "tokenizer", processor)
         inputs = self._mover.begin(_inputs(processor, tokenizer, prompt, image))
-        self._mover.settle(inputs)
+        self._mover.wait_verified(inputs)
         config = GenerationConfig(
             do_sample=False,
             max_new_tokens=_MOST_TOKENS,

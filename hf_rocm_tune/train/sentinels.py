@@ -201,16 +201,16 @@ class SentinelCallback(TrainerCallback):
             self._batches.use(batch)
 
     def look_at_batches(self) -> None:
-        """Queue a check of the batches that were used; `settle` reports the result."""
+        """Queue a check of the batches that were used; `wait_verified` reports the result."""
         self._batches.look()
 
-    def settle_batches(self, step: int) -> None:
-        """Wait for the result of the checks of batches alone; raises as `settle`."""
+    def wait_for_batches(self, step: int) -> None:
+        """Wait for the result of the checks of batches alone; raises as `wait_verified`."""
         if self._sentinel is not None:
             self._judge(self._batches.collect(), f"at step {step}", step)
 
-    def settle_older(self, step: int) -> None:
-        """Settle what was queued some batches ago, so that in a long evaluation no more than that is outstanding."""
+    def wait_for_older(self, step: int) -> None:
+        """Wait for what was queued some batches ago, so that in a long evaluation no more than that is outstanding."""
         if self._sentinel is None:
             return
         changes = self._batches.collect(newest=OUTSTANDING_BATCHES)
@@ -219,7 +219,7 @@ class SentinelCallback(TrainerCallback):
         self._judge(changes, f"in an evaluation after step {step}", step)
 
     def look(self) -> None:
-        """Queue a check of the trained state before it is used or changed; `settle` reports the result."""
+        """Queue a check of the trained state before it is used or changed; `wait_verified` reports the result."""
         if self._trained is not None:
             self._trained.look()
 
@@ -228,7 +228,7 @@ class SentinelCallback(TrainerCallback):
         if self._trained is not None:
             self._trained.mark()
 
-    def settle(self, step: int) -> None:
+    def wait_verified(self, step: int) -> None:
         """Wait for the results of all checks so far; ``step`` is the number of the current step."""
         if self._sentinel is None:
             return

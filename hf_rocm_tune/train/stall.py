@@ -24,7 +24,7 @@ import torch.distributed as dist
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.heartbeat import Phase, Supervised, phase_name, touch_pulse
-from hf_rocm_tune.survive.watchdog import Board, Watchdog, briefly
+from hf_rocm_tune.survive.watchdog import RankStatus, Watchdog, briefly
 from hf_rocm_tune.train import report
 from hf_rocm_tune.train.telemetry import clear_live_line
 
@@ -66,7 +66,7 @@ class StallGuard(Watchdog):
         setting: str,
         supervisor: Supervised | None,
         *,
-        board: Board | None = None,
+        rank_status: RankStatus | None = None,
         tell: Callable[[TuneError], None] = print,
         collective_s: float | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class StallGuard(Watchdog):
         if supervisor is not None:
             most = min(most, _BEFORE_OTHERS * supervisor.stall_seconds or most)
             self._start_s = min(self._start_s, _BEFORE_OTHERS * supervisor.start_seconds or self._start_s)
-        super().__init__(board, tick_s=min(max(min(self._floor_s, most) / 20, 0.05), 1.0))
+        super().__init__(rank_status, tick_s=min(max(min(self._floor_s, most) / 20, 0.05), 1.0))
         self._most_s, self._tell = most, tell
         self._steps: deque[float] = deque(maxlen=_MEASURED)
         self._running: tuple[VerifiedTransferMixin, report.RunFacts, Path] | None = None
@@ -140,8 +140,8 @@ def watched(
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[StallGuard]:
     """Run the watchdog within the block, and report a lost connection to another rank in one line."""
-    board = Board(rendezvous, rank=int(environ.get("RANK", "0"))) if rendezvous is not None else None
-    guard = StallGuard(setting, Supervised.of(environ), board=board, tell=tell, collective_s=collective_s)
+    rank_status = RankStatus(rendezvous, rank=int(environ.get("RANK", "0"))) if rendezvous is not None else None
+    guard = StallGuard(setting, Supervised.of(environ), rank_status=rank_status, tell=tell, collective_s=collective_s)
     if not guard.off:
         guard.start()
     try:
@@ -158,8 +158,8 @@ def watched(
     finally:
         if not guard.off:
             guard.stop()
-        if board is not None:
-            board.leave()
+        if rank_status is not None:
+            rank_status.leave()
 
 
 class PeerLostError(StallError):
@@ -170,7 +170,9 @@ class PeerLostError(StallError):
 
 def _lost_peer(guard: StallGuard) -> PeerLostError:
     time.sleep(0.5)  # a connection breaks before its process has ended
-    gone = ", ".join(each.name for each in guard.board.others() if not each.alive) if guard.board is not None else ""
+    gone = ""
+    if guard.rank_status is not None:
+        gone = ", ".join(each.name for each in guard.rank_status.others() if not each.alive)
     cause = "another rank has ended, or did not join a collective within --ddp_timeout: see its own message"
     if gone:
         cause = f"{gone} ended without a message: killed (see `dmesg` for lack of memory), or crashed"

@@ -12,11 +12,11 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -26,14 +26,14 @@ from trl import SFTTrainer
 from typing_extensions import override
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.cards.agree import everyone
-from hf_rocm_tune.cards.way import Stock, Way
-from hf_rocm_tune.cards.ways import way_of
+from hf_rocm_tune.cards.agree import all_gather_floats
+from hf_rocm_tune.cards.strategies import strategy_of
+from hf_rocm_tune.cards.strategy import ParallelStrategy, Stock
 from hf_rocm_tune.data.loader import IN_ROW, Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models import loss, recompute
-from hf_rocm_tune.models.adapter import LearningRates, keep_weights_from_vllm, share_inputs
+from hf_rocm_tune.models.adapter import keep_weights_from_vllm, share_inputs
 from hf_rocm_tune.models.adapter_settings import AdapterSettings
 from hf_rocm_tune.models.loading import LoadReport, note_files, packed_experts, rewrites_base
 from hf_rocm_tune.models.placement import (
@@ -56,7 +56,7 @@ from hf_rocm_tune.models.streaming import streamer_of
 from hf_rocm_tune.survive.checkpoint import Checkpoints
 from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
-from hf_rocm_tune.train.arithmetic import ArithmeticChecks, Mode
+from hf_rocm_tune.train.arithmetic import ArithmeticChecks
 from hf_rocm_tune.train.device_memory import FragmentationCallback
 from hf_rocm_tune.train.events import surround
 from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
@@ -76,6 +76,7 @@ from hf_rocm_tune.train.refusals import (
 from hf_rocm_tune.train.replay import Replays
 from hf_rocm_tune.train.report import write_report
 from hf_rocm_tune.train.sentinels import SentinelCallback, has_writer, is_foreign
+from hf_rocm_tune.train.settings import JobServices, TrainerSettings, with_keywords
 from hf_rocm_tune.train.telemetry import MetricsCallback, Telemetry, show
 from hf_rocm_tune.train.update import Schedule, UpdateChecks
 from hf_rocm_tune.transfer import (
@@ -109,36 +110,29 @@ class VerifiedTransferMixin(_Base):
         mover: the mover that loaded the model and so knows which tensors are verified. Without one, a mover is created
             and a model that is already on an accelerator counts as unverified.
         transfer_settings: how to verify, when no mover is given.
-        sentinel_every: number of steps in which each frozen tensor is checked once; 0: never. All are checked before a
-            save.
-        check_arithmetic: which products with frozen weights are checked, see :mod:`~hf_rocm_tune.train.arithmetic`.
-        prefetch_batches: batches that may be in transfer beyond the one in use; 0: no overlap.
-        consent_unverified: train although ``verify="full"`` did not reach every byte.
-        recompute_layers: with activation checkpointing: how many layers, from the first, are recomputed fully, and how
-            many after them except matrix products and attention; None: all fully. See `models.recompute`.
-        one_pass_loss: compute the gradient of TRL's fused head in forward where the head is not trained, see
-            `models.loss`; only for losses without a gradient of the entropy, as `SFTTrainer`'s.
-        on_oom: ``step_down``: a step that runs out of memory is repeated with smaller micro-batches, see
-            :mod:`~hf_rocm_tune.train.oom`; ``stop``: it ends the run.
-        max_skipped_steps: how many of the last 100 steps may be skipped because they are not finite.
-        way: of training over several ranks or cards, for this trainer alone; None: what the launcher's variables and
-            the mover ask for. See `cards.way.Way`.
-        run_id: written into every manifest.
-        skip_steps: optimizer steps (from 1) to leave out, the same on all ranks: they are counted and consume their
-            batches, but nothing is computed.
-        publisher: uploads, on the first rank; required for ``push_to_hub``.
-        readme_writer: writes ``README.md`` into each saved directory, on rank 0, after its tensors were compared and
-            before its manifest is written; None: upstream's.
-        result_writer: writes what else belongs to a result that is being saved, on all ranks, and returns the names of
-            its files; None: ``transfer_report.json``.
-        telemetry: of this process's card, for the logs.
-        listener: receives each heartbeat, in addition to the supervisor.
-        plain_lora: save the result of an adapter that was initialised from the weights (PiSSA, OLoRA) as plain LoRA
-            for the original weights.
-        rates: learning rates of parameters that differ from the optimizer's; see `LearningRates`.
+        strategy: of training over several ranks or cards, for this trainer alone; None: what the launcher's variables
+            and the mover ask for. See `cards.strategy.ParallelStrategy`.
+        settings: how steps are computed and checked; its fields may also be given as keywords.
+        services: what a job of the command line does for its trainer; likewise.
+
+    A step, by the methods that upstream calls in this order::
+
+        get_batch_samples   label tokens are counted on the host; the batches' transfers begin
+        training_step       for each micro-batch, repeated in smaller parts where memory runs out:
+          _verified_inputs    waits until its bytes are verified on the device
+          compute_loss        upstream's forward, its products sampled (`arithmetic`); then backward
+          replays.compare     where a replay is due: the same micro-batch gives the same bits
+          strategy.check      averages of gradients over the ranks
+        _clip               the norm is kept
+        _judge_step         before the optimizer: frozen weights, trained state and used batches have the digests they
+                            had; loss and norm are finite; a step that is wrong is computed again, once
+        optimizer.step      elements of the update are computed again on the host (`update`)
+        log, evaluate, _save_checkpoint
 
     Attributes:
-        mover, recompute_layers, run_id, skip_steps, way: see above.
+        mover, strategy, settings: see above.
+        run_id, recompute_layers: of the settings.
+        skip_steps: likewise, a set.
         transfer_report: counters and incidents.
         streamer: brings layers that are streamed to the card; None: there are none.
         stop_requests: the signals that end training early; its ``installed`` may be entered around more than `train`.
@@ -158,24 +152,9 @@ class VerifiedTransferMixin(_Base):
         *arguments: Any,
         mover: Mover | None = None,
         transfer_settings: TransferSettings | None = None,
-        sentinel_every: int = 50,
-        check_arithmetic: Mode = "sampled",
-        prefetch_batches: int = 1,
-        consent_unverified: bool = False,
-        recompute_layers: tuple[int, int] | None = None,
-        one_pass_loss: bool = False,
-        on_oom: Literal["step_down", "stop"] = "step_down",
-        max_skipped_steps: int = 5,
-        way: Way | None = None,
-        run_id: str = "",
-        skip_steps: Collection[int] = (),
-        publisher: Any = None,
-        readme_writer: Callable[[Path], None] | None = None,
-        result_writer: Callable[[Path], Iterable[str]] | None = None,
-        telemetry: Telemetry | None = None,
-        listener: Callable[..., None] | None = None,
-        plain_lora: bool = False,
-        rates: LearningRates | None = None,
+        strategy: ParallelStrategy | None = None,
+        settings: TrainerSettings | None = None,
+        services: JobServices | None = None,
         **keywords: Any,
     ) -> None:
         upstream.check_all()
@@ -184,19 +163,21 @@ class VerifiedTransferMixin(_Base):
         args = keywords.get("args", next((each for each in arguments if isinstance(each, TrainingArguments)), None))
         self.mover = mover or new_mover(args, transfer_settings)
         self.transfer_report: TransferReport = self.mover.report
-        self.run_id, self.skip_steps = run_id, frozenset(skip_steps)
+        self.settings = settings = with_keywords(settings or TrainerSettings(), keywords)
+        self._services = services = with_keywords(services or JobServices(), keywords)
+        self.run_id, self.skip_steps = settings.run_id, frozenset(settings.skip_steps)
         self.stop_requests = StopRequests()
-        self.way = way or way_of(args, self.mover)
-        self.recompute_layers = recompute_layers
-        self.loss_way = self._fit_upstream(args, one_pass_loss)
-        self._checkpoints, self._readme_writer = Checkpoints(self, publisher), readme_writer
-        self._result_writer = result_writer or partial(write_report, self)
-        self._consent_unverified, self._on_oom = consent_unverified, on_oom
-        self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=listener)
-        self._guard = TrainingGuard(self, max_skipped=max_skipped_steps)
-        self._arithmetic = ArithmeticChecks(check_arithmetic, self.mover)
-        self._replays = Replays(self, self._arithmetic, on=check_arithmetic != "off")
-        self._updates = UpdateChecks(self.mover.report, on=check_arithmetic != "off")
+        self.strategy = strategy or strategy_of(args, self.mover)
+        self.recompute_layers = settings.recompute_layers
+        self.loss_context = self._fit_upstream(args, settings.one_pass_loss)
+        self._checkpoints = Checkpoints(self, services.publisher)
+        self._result_writer = services.write_result or partial(write_report, self)
+        self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=services.listener)
+        self._guard = TrainingGuard(self, max_skipped=settings.max_skipped_steps)
+        checks_arithmetic = settings.check_arithmetic != "off"
+        self._arithmetic = ArithmeticChecks(settings.check_arithmetic, self.mover)
+        self._replays = Replays(self, self._arithmetic, on=checks_arithmetic)
+        self._updates = UpdateChecks(self.mover.report, on=checks_arithmetic)
         self._adapter_settings: AdapterSettings | None = None  # of a training
         self._keeping_checkpointing = 0  # micro-batches that are in their loss now: several in a pipeline
         self._num_items: Any = None  # label tokens of the current step
@@ -205,9 +186,7 @@ class VerifiedTransferMixin(_Base):
         self._watches_training = False
         self._tr_loss: Tensor
         self._interrupts = InterruptCallback(self.stop_requests)
-        self._prefetch_batches = prefetch_batches
-        self._training_prefetch = Prefetch(self.mover, prefetch_batches)
-        self._rates = rates or LearningRates()
+        self._training_prefetch = Prefetch(self.mover, settings.prefetch_batches)
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._recovery = OutOfMemoryRecovery(self)
         own = own_arguments(args)
@@ -220,7 +199,7 @@ class VerifiedTransferMixin(_Base):
         before = self._digests_before(given, keywords.get("peft_config"))
         with self._loading(given):
             super().__init__(*arguments, **keywords)
-        self.way.connect(self, one_by_one=step_faults is not None)
+        self.strategy.connect(self, one_by_one=step_faults is not None)
         self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
         mark_rewritten(self.model, before, self.mover)
@@ -234,7 +213,7 @@ class VerifiedTransferMixin(_Base):
         self._place(self.model)
         if isinstance(given, str):
             note_computed(self.model, self.mover)
-        if before and plain_lora:
+        if before and settings.plain_lora:
             self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))
         if (streamer := streamer_of(self.model)) is not None:
             streamer.require_frozen()
@@ -242,9 +221,9 @@ class VerifiedTransferMixin(_Base):
         references = [] if getattr(self.args, "sync_ref_model", False) else self._references
         excuse = is_foreign(type(self))
         self._sentinel = SentinelCallback(
-            self.model, self.mover, every=sentinel_every, excuse_writes=excuse, references=references
+            self.model, self.mover, every=settings.sentinel_every, excuse_writes=excuse, references=references
         )
-        self._add_callbacks(telemetry)
+        self._add_callbacks(services.telemetry)
 
     # ---- while the trainer is built -------------------------------------------------------------------------
 
@@ -294,11 +273,11 @@ class VerifiedTransferMixin(_Base):
     @override
     def create_accelerator_and_postprocess(self) -> None:
         """As upstream; the accelerator then leaves models where the mover put them and clips over all cards."""
-        with self.way.configured(self.args):
+        with self.strategy.configured(self.args):
             super().create_accelerator_and_postprocess()
         # Even with the device right, `model.to("cpu:0")` copies every weight that is on "cpu".
         self.accelerator.prepare_model = partial(self._prepare_in_place, self.accelerator.prepare_model)
-        self.way.attach(self.accelerator, self.mover)
+        self.strategy.attach(self.accelerator, self.mover)
         clip = self._updates.clipping(self.accelerator.clip_grad_norm_, self._loss_scale)
         self.accelerator.clip_grad_norm_ = partial(self._clip, clip)
 
@@ -333,7 +312,7 @@ class VerifiedTransferMixin(_Base):
         return stock(model, device_placement=bool(device_placement), evaluation_mode=evaluation_mode)
 
     def _place(self, model: nn.Module) -> None:
-        self.way.place(model)
+        self.strategy.place(model)
         keep_trainable_on_cpu(model)
         follow_bias_casts(model, self.mover)
 
@@ -342,7 +321,7 @@ class VerifiedTransferMixin(_Base):
         """As upstream, before it wraps the model; parameters with a learning rate of their own get their own groups."""
         self._choose_recomputed()
         optimizer = super().create_optimizer(*arguments, **keywords)
-        self._rates.split(self.model, optimizer)
+        self.settings.rates.split(self.model, optimizer)
         return optimizer
 
     # ---- a training begins ----------------------------------------------------------------------------------
@@ -369,7 +348,7 @@ class VerifiedTransferMixin(_Base):
         resumed, step, max_steps = self._checkpoints.resumed, self.state.global_step, self.state.max_steps
         if resumed is not None:
             self._checkpoints.load_states(resumed, "optimizer", "scheduler", "scaler")
-        self.way.start(self.model_wrapped, self.optimizer, self._sentinel.check_replicas, max_steps=max_steps)
+        self.strategy.start(self.model_wrapped, self.optimizer, self._sentinel.check_replicas, max_steps=max_steps)
         self._metrics_queue.logged_at(step)
         self._replays.prepare()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -378,14 +357,14 @@ class VerifiedTransferMixin(_Base):
         self._updates.watch(self.optimizer, names, schedule)
         self._adapter_settings = AdapterSettings(self.model)
         self._arithmetic.prepare(self, lambda: self._sentinel.check_all(step, "their checksums are computed"))
-        self._recovery.prepare(stop=self._on_oom == "stop", resumed=resumed is not None)
+        self._recovery.prepare(stop=self.settings.on_oom == "stop", resumed=resumed is not None)
 
     # ---- batches --------------------------------------------------------------------------------------------
 
     @override
     def get_train_dataloader(self) -> DataLoader[Any]:
         """As upstream; the next batch crosses while one is used."""
-        self._training_prefetch = Prefetch(self.mover, self._prefetch_batches)
+        self._training_prefetch = Prefetch(self.mover, self.settings.prefetch_batches)
         return verify_loader(super().get_train_dataloader(), self._training_prefetch)
 
     @override
@@ -399,7 +378,7 @@ class VerifiedTransferMixin(_Base):
         return self._verified(super().get_test_dataloader(*arguments, **keywords))
 
     def _verified(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        return verify_loader(loader, Prefetch(self.mover, self._prefetch_batches))
+        return verify_loader(loader, Prefetch(self.mover, self.settings.prefetch_batches))
 
     @override
     def get_batch_samples(
@@ -417,7 +396,7 @@ class VerifiedTransferMixin(_Base):
         batches = list(itertools.islice(epoch_iterator, num_batches))
         self._num_items = self._count_items(batches)
         window = self._training_prefetch.window(batches)
-        self.way.begin_step(window)
+        self.strategy.begin_step(window)
         self._checkpoints.restore_random(within_epoch=True)
         return window, self._num_items
 
@@ -441,7 +420,7 @@ class VerifiedTransferMixin(_Base):
             return count
         if count.item() != again.item():
             raise self.mover.changed("labels", "while its labels were counted")
-        counted = everyone([count.item()]) if across else [[count.item()]]
+        counted = all_gather_floats([count.item()]) if across else [[count.item()]]
         return torch.full((), sum(row[0] for row in counted), dtype=count.dtype, device=self.mover.device)
 
     @override
@@ -458,7 +437,7 @@ class VerifiedTransferMixin(_Base):
         self._crashes.crash_if_due(step, directory=Path(self.args.output_dir), run_id=self.run_id)
         stock: Stock = self._verified_step
         whole = self._recovery.divisor == 1
-        if whole and (stepping := self.way.stepping(stock)) is not stock:
+        if whole and (stepping := self.strategy.stepping(stock)) is not stock:
             stock = stepping
         elif whole:
             self._replays.rehearse(stock, model, inputs, num_items_in_batch)
@@ -470,7 +449,7 @@ class VerifiedTransferMixin(_Base):
         if self._recovery.divisor == 1:
             self._replays.compare(model, loss)
         self._sentinel.look_at_batches()
-        self.way.check(step=step, synced=self.accelerator.sync_gradients)
+        self.strategy.check(step=step, synced=self.accelerator.sync_gradients)
         self._guard.add_loss(loss)
         return self._metrics_queue.loss_to_log(loss)
 
@@ -484,7 +463,7 @@ class VerifiedTransferMixin(_Base):
     def _verified_inputs(self, inputs: Any) -> Any:
         """The last check: every tensor is verified before ``forward`` sees it. Returns the inputs on the device."""
         self.mover.step = self.state.global_step + 1
-        self.mover.settle(inputs)
+        self.mover.wait_verified(inputs)
         unknown = {name: each for name, each in named_tensors(inputs) if self.mover.provenance(each) is None}
         outside = [name for name, tensor in unknown.items() if tensor.device.type != "cpu"]
         if outside and self.mover.settings.verify == "full":
@@ -495,7 +474,7 @@ class VerifiedTransferMixin(_Base):
         if unknown:
             self.mover.require_unchanged(unknown)
             inputs = self.mover.begin(inputs)
-            self.mover.settle(inputs)
+            self.mover.wait_verified(inputs)
         if not isinstance(inputs, Mapping):  # prompts
             return inputs
         if IN_ROW in inputs:  # not the model's
@@ -529,7 +508,7 @@ class VerifiedTransferMixin(_Base):
         with (
             self._metrics_queue.deferring(),
             self._keep_checkpointing_choice(),
-            self.loss_way(),
+            self.loss_context(),
             as_usage_errors({"trl"}),  # TRL checks --loss_type and the like here
         ):
             result = super().compute_loss(model, inputs, *arguments, **keywords)
@@ -552,7 +531,7 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.look()
         self._require_settings()
         judges, can_repeat = (self._arithmetic, self._replays, self._updates), self._recovery.has_start
-        while self._guard.judge(model, norm, self._sentinel.settle, *judges, can_repeat=can_repeat):
+        while self._guard.judge(model, norm, self._sentinel.wait_verified, *judges, can_repeat=can_repeat):
             again = self._repeat_step(model)
             with torch.no_grad():
                 norm.copy_(again)  # device: within one; it is the tensor that upstream logs
@@ -566,7 +545,7 @@ class VerifiedTransferMixin(_Base):
         with self._replays.watching_attention():
             losses = self._recovery.repeat(self._verified_step, model, self._num_items, compare)
         self._sentinel.look_at_batches()
-        self.way.check(step=self.state.global_step + 1, synced=True)
+        self.strategy.check(step=self.state.global_step + 1, synced=True)
         self._tr_loss = self._loss_before.clone()
         for one in losses:
             self._guard.add_loss(one)
@@ -584,7 +563,9 @@ class VerifiedTransferMixin(_Base):
         if not self.is_in_train:
             self._sentinel.enter(self.state.global_step, "evaluating")
         return evaluated(
-            self, lambda: super(VerifiedTransferMixin, self).evaluate(*arguments, **keywords), on_oom=self._on_oom
+            self,
+            lambda: super(VerifiedTransferMixin, self).evaluate(*arguments, **keywords),
+            on_oom=self.settings.on_oom,
         )
 
     @override
@@ -598,12 +579,12 @@ class VerifiedTransferMixin(_Base):
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
         """As upstream; the heartbeat allows more time for the first batch."""
         self.beat("evaluate")
-        if self.way.shares_rows:
+        if self.strategy.shares_rows:
             # Each rank has all rows: gathered, they are duplicates, and upstream miscounts those of a short last batch.
             self.gather_function = self._own_rows
         with self._sentinel.keeping_rates(self.state.global_step):
             result = super().evaluation_loop(*arguments, **keywords)
-        self._sentinel.settle_batches(self.state.global_step)
+        self._sentinel.wait_for_batches(self.state.global_step)
         return result
 
     @override
@@ -613,14 +594,14 @@ class VerifiedTransferMixin(_Base):
         with self._generating(inputs):
             result = super().prediction_step(model, inputs, *arguments, **keywords)
         self._sentinel.look_at_batches()
-        self._sentinel.settle_older(self.state.global_step)
-        self.way.check(step=self.state.global_step, synced=False)
+        self._sentinel.wait_for_older(self.state.global_step)
+        self.strategy.check(step=self.state.global_step, synced=False)
         return result
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream; metrics that TRL has recorded since the last log are computed and read first."""
-        self._metrics_queue.settle()
+        self._metrics_queue.evaluate()
         if "loss" in logs and start_time is not None:  # upstream's own, not a callback's
             self._metrics_queue.logged_at(self.state.global_step)
         super().log(logs, start_time)
@@ -638,7 +619,7 @@ class VerifiedTransferMixin(_Base):
     @override
     def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
         """As upstream, unless a writer of ours was given."""
-        if self._readme_writer is None:
+        if self._services.write_readme is None:
             self._checkpoints.write_card(super().create_model_card, *arguments, **keywords)
 
     @override
@@ -687,7 +668,7 @@ class VerifiedTransferMixin(_Base):
     def describe(self) -> dict[str, Any]:
         """What the report says of this training in addition to the counters, as seen by this rank."""
         return {
-            **self.way.describe(self.model),
+            **self.strategy.describe(self.model),
             "memory": {
                 "steps_down": self._recovery.on,
                 "micro_batch_divisor": self._recovery.divisor,
@@ -707,18 +688,18 @@ class VerifiedTransferMixin(_Base):
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices of the model: the trainer's, or those of all cards of a split."""
-        return self.way.devices(self.args.device)
+        return self.strategy.devices(self.args.device)
 
     @property
     def is_sharded(self) -> bool:
         """Whether each rank holds only a part of the model."""
         elsewhere = self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers
-        return bool(elsewhere or self.way.state)
+        return bool(elsewhere or self.strategy.state)
 
     @property
     def full_state(self) -> Any:
         """Gathers what is saved of a sharded model; None for a model that is not sharded."""
-        return self.way.state
+        return self.strategy.state
 
     def host_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A batch with each device tensor replaced by the host tensor it was copied from, where that is known."""
@@ -737,7 +718,7 @@ class VerifiedTransferMixin(_Base):
 
     def before_save(self) -> None:
         """Check every weight, on every rank, before anything is written; what it raises prevents the save."""
-        self._updates.settle()
+        self._updates.check_now()
         if self.mover.failure is not None:  # whoever asked for that copy went on without it
             raise self.mover.failure
         self._guard.require_finite(self.model)
@@ -749,13 +730,13 @@ class VerifiedTransferMixin(_Base):
 
     def before_manifest(self, directory: Path) -> None:
         """Write the ``README.md``, then check that the live weights are still those of the last update."""
-        if self._readme_writer is not None and self.is_world_process_zero():
-            self._readme_writer(directory)
+        if self._services.write_readme is not None and self.is_world_process_zero():
+            self._services.write_readme(directory)
         self._sentinel.check_trained(f"while saving at step {self.state.global_step}", self.state.global_step)
 
     def write_model(self, directory: str) -> None:
-        if self.way.state is not None:  # upstream would save each rank's parts
-            state = self.way.state.model()
+        if self.strategy.state is not None:  # upstream would save each rank's parts
+            state = self.strategy.state.model()
             if self.args.should_save:
                 self._save(directory, state_dict=state)
             return
@@ -831,7 +812,7 @@ class VerifiedTransferMixin(_Base):
     def _not_covered(self) -> str | None:
         """A message on what ``verify="full"`` does not reach and the user has not consented to; None if nothing."""
         found = self.weight_coverage()
-        if self.mover.settings.verify != "full" or found.complete or self._consent_unverified:
+        if self.mover.settings.verify != "full" or found.complete or self.settings.consent_unverified:
             return None
         return (
             f"--verify full covers {found.told()}. Pass the model by name, or on the host (loaded without device_map "

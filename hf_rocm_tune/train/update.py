@@ -417,7 +417,7 @@ class UpdateChecks:
         self._tell("clipping", said, "stopped")
         return StepVerdict.END
 
-    def settle(self) -> None:
+    def check_now(self) -> None:
         """Judge the last update now: before its weights are saved, and at the end."""
         self._clipped = []
         if self.judge([each.tolist() for each in self.pending()], can_repeat=False) == StepVerdict.END:

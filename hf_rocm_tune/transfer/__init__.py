@@ -1,7 +1,7 @@
 """Verified transfers to the device: every byte is digested at its source and again where it will be read.
 
 Reading order: `mover` (the only way to the device), `copies` (staging memory, packing, sending, fetching), `digest`,
-`ladder` (retries after a mismatch), `damage`, `backend` (CPU; HIP and CUDA), `faults`, `interception` (where every
+`retry` (retries after a mismatch), `damage`, `backend` (CPU; HIP and CUDA), `faults`, `interception` (where every
 copy of any other code comes to the mover), `mapped` (the file that a host tensor lies in).
 """
 

@@ -254,9 +254,9 @@ class AcceleratorBackend:
         with self._queue():
             sums = digest_on_device(target, word_offset)
             with ordinary():
-                landing = torch.empty(2, dtype=torch.int64, pin_memory=True)
-            landing.copy_(sums, non_blocking=True)
-            return _EventDigest(self._stream.record_event(), landing, target.numel())
+                pinned = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            pinned.copy_(sums, non_blocking=True)
+            return _EventDigest(self._stream.record_event(), pinned, target.numel())
 
     def read_back(self, target: Tensor) -> Tensor:
         with self._queue():
@@ -288,13 +288,13 @@ class _EventTicket:
 
 
 class _EventDigest(_EventTicket):
-    def __init__(self, event: torch.cuda.Event, landing: Tensor, nbytes: int) -> None:
+    def __init__(self, event: torch.cuda.Event, pinned: Tensor, nbytes: int) -> None:
         super().__init__(event)
-        self._landing, self._nbytes = landing, nbytes
+        self._pinned, self._nbytes = pinned, nbytes
 
     def result(self) -> Digest:
         self.event.synchronize()
-        return from_sums(self._landing, self._nbytes)
+        return from_sums(self._pinned, self._nbytes)
 
 
 def backend_for(device: torch.device) -> Backend:

@@ -169,7 +169,7 @@ class Transfer:
     pieces: list[Digest] = field(default_factory=list)  # digests of its chunks, taken by the first attempt, or known
     ticket: Queued | None = None
     arrived: Queued | None = None  # the digest of what arrived, queued behind the copy; None: taken when it is awaited
-    settled: bool = False
+    is_done: bool = False
     failure: CorruptionError | None = None
     transfer_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -364,7 +364,7 @@ class Fetcher:
     ) -> Iterator[Fetched]:
         found = self.begin(tensor, name=name, stage=stage, mark=mark, origin=origin)
         try:
-            found.settle()
+            found.wait_verified()
             yield found
         finally:
             found.release()
@@ -374,8 +374,8 @@ class Fetched:
     """A tensor in transfer to the host.
 
     Attributes:
-        host: of the tensor's dtype and shape, in staging memory: valid after `settle` and until `release`; writable.
-        digest: of the fetched bytes, after `settle`; None if they are not verified.
+        host: of the tensor's dtype and shape, in staging memory: valid after `wait_verified` until `release`; writable.
+        digest: of the fetched bytes, after `wait_verified`; None if they are not verified.
     """
 
     def __init__(self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any, origin: str) -> None:
@@ -393,10 +393,11 @@ class Fetched:
         self._label = Label(stage, number, 0, (Part(name, 0, size, 0, size),))
         self._backend.follow(mark or self._backend.mark())
         self._expected = self._backend.digest(self._source) if verify else None
-        self._ticket = self._copy() if small else None  # a copy to pageable memory blocks, so it runs in `settle`
+        # a copy to pageable memory blocks, so it runs in `wait_verified`
+        self._ticket = self._copy() if small else None
         self._queueing_seconds = time.perf_counter() - begun
 
-    def settle(self) -> None:
+    def wait_verified(self) -> None:
         begun = time.perf_counter()
         (self._ticket or self._copy(blocking=True)).result()
         if self._expected is not None:
@@ -421,22 +422,22 @@ class Fetched:
 
     def _verify(self, right: Digest) -> None:
         wrong: Tensor | None = None
-        for attempt, rung in enumerate(_READINGS):
-            if rung == "same_copy":
+        for attempt, retry in enumerate(_READINGS):
+            if retry == "same_copy":
                 self._copy(blocking=True)
-            elif rung == "pageable":
+            elif retry == "pageable":
                 self._memory.copy_(self._backend.read_back(self._source))
             self._corrupt(attempt)
             if attempt:  # the sums of the first digest may have been read wrongly, too
                 self.digest = right = self._backend.digest(self._source).result()
             if digest(self._memory) == right:
                 if wrong is not None:
-                    self._report(wrong, rung, "recovered")
+                    self._report(wrong, retry, "recovered")
                 return
             wrong = self._memory.clone() if wrong is None else wrong
             stops = self._session.settings.on_corruption == "stop"
-            if stops or rung == _READINGS[-1]:
-                self._report(wrong, rung, "stopped" if stops else "failed")
+            if stops or retry == _READINGS[-1]:
+                self._report(wrong, retry, "stopped" if stops else "failed")
                 why = f"all {len(_READINGS)} read attempts returned wrong bytes"
                 raise CorruptionError(
                     f"{self._stage} tensor '{self._name}' from {self._backend.device} arrived wrong on the host, and "
@@ -450,7 +451,7 @@ class Fetched:
         if self._session.faulty is not None:
             self._session.faulty.corrupt_in_place(self._memory, self._label._replace(attempt=attempt))
 
-    def _report(self, wrong: Tensor, rung: str, outcome: str) -> None:
+    def _report(self, wrong: Tensor, retry: str, outcome: str) -> None:
         recovered = outcome == "recovered"
         self._session.report.add(self._stage, mismatches=1, recovered=int(recovered))
         row: dict[str, Any] = {"step": self._step, "stage": self._stage, "tensor": self._name}
@@ -459,7 +460,7 @@ class Fetched:
             row |= damage.for_report()
         else:
             row |= {"kind": "unknown", "first_offset": 0, "length": wrong.numel()}
-        self._session.report.incident({**row, "rung": rung, "outcome": outcome})
+        self._session.report.incident({**row, "retry": retry, "outcome": outcome})
 
 
 def host_copy(tensor: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class QueuedDigests:
 
     def __init__(self, tensors: Sequence[Tensor | TensorGroup]) -> None:
         self._found: dict[int, Digest] = {}
-        self._landing: list[tuple[list[tuple[int, int]], Tensor, torch.cuda.Event]] = []
+        self._pinned: list[tuple[list[tuple[int, int]], Tensor, torch.cuda.Event]] = []
         self._on_device: list[tuple[list[tuple[int, int]], Tensor]] = []
         for device in {each.device for each in tensors}:
             mine = [(at, each) for at, each in enumerate(tensors) if each.device == device]
@@ -164,23 +164,23 @@ class QueuedDigests:
                 sums = torch.zeros(len(mine), 2, dtype=torch.int64, device=device)
                 for row, (_, each) in zip(sums, mine, strict=True):
                     _chosen(device)[0](_bytes_of(each), 0, row)
-                landing = torch.empty(sums.shape, dtype=torch.int64, device=_HOST, pin_memory=True)
-                landing.copy_(sums, non_blocking=True)
+                pinned = torch.empty(sums.shape, dtype=torch.int64, device=_HOST, pin_memory=True)
+                pinned.copy_(sums, non_blocking=True)
                 event = torch.cuda.current_stream(device).record_event()
             rows = [(at, each.nbytes) for at, each in mine]
-            self._landing.append((rows, landing, event))
+            self._pinned.append((rows, pinned, event))
             self._on_device.append((rows, sums))
 
     def done(self) -> bool:
         """Whether `result` will not wait."""
-        return all(event.query() for _, _, event in self._landing)
+        return all(event.query() for _, _, event in self._pinned)
 
     def result(self) -> list[Digest]:
-        for rows, landing, event in self._landing:
+        for rows, pinned, event in self._pinned:
             if not event.query():
                 event.synchronize()
-            self._found.update((at, from_sums(row, size)) for (at, size), row in zip(rows, landing, strict=True))
-        self._landing = []
+            self._found.update((at, from_sums(row, size)) for (at, size), row in zip(rows, pinned, strict=True))
+        self._pinned = []
         return [self._found[at] for at in range(len(self._found))]
 
     def confirmed(self) -> list[Digest]:

@@ -31,8 +31,7 @@ from hf_rocm_tune.transfer.copies import (
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, digest
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.interception import own_copies, serve, stop_serving
-from hf_rocm_tune.transfer.ladder import Ladder
-from hf_rocm_tune.transfer.landing import Landing
+from hf_rocm_tune.transfer.layer_buffer import LayerBuffer
 from hf_rocm_tune.transfer.mapped import InFile, in_file
 from hf_rocm_tune.transfer.raw_bytes import (
     as_bytes,
@@ -48,6 +47,7 @@ from hf_rocm_tune.transfer.raw_bytes import (
     typed_view,
 )
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, TransferReport
+from hf_rocm_tune.transfer.retry import RetryPolicy
 
 STREAMED = "streamed: equal to its source on each arrival"
 
@@ -94,7 +94,7 @@ class Mover:
     """Moves host tensors to one device and verifies that they arrived.
 
     Weights go through `move`, which returns verified tensors. Batches go through `begin`, which returns at once with
-    device tensors in flight, and `settle`, which waits for the verdict and must be called before they are used.
+    device tensors in flight, and `wait_verified`, which waits for the verdict and must be called before they are used.
 
     Args:
         device: ``cuda`` (also for HIP) or ``cpu``, where other host memory stands in for the device's.
@@ -129,7 +129,7 @@ class Mover:
         slot_bytes = self.settings.slot_bytes or plain.default_slot_bytes
         self._sender = Sender(self._backend, Ring(self._backend, slot_bytes=slot_bytes, slots=self.settings.slots))
         self._session = Session(self.settings, self.report, self._faulty)
-        self._ladder = Ladder(self._backend, self._sender, self._session)
+        self._retries = RetryPolicy(self._backend, self._sender, self._session)
         self._fetcher = Fetcher(plain, self._session)
         self._registry: Registry[Entry] = Registry()
         self._staged: Registry[StagedBatch] = Registry()  # of host memory
@@ -170,7 +170,7 @@ class Mover:
         segment = Segment(name, tensor, 0, None if where is None else where.file)
         transfer = self._new_transfer(stage, [segment], tensor)
         buffer = self._backend.allocate(transfer.nbytes, long_lived=not transient)
-        self._sender.send(transfer, buffer, self._ladder.route, attempt=0)
+        self._sender.send(transfer, buffer, self._retries.route, attempt=0)
         segment.digest = arrived = transfer.expected
         self._finish(transfer, buffer)
         with ordinary():
@@ -245,7 +245,7 @@ class Mover:
         else:
             buffer = as_bytes(in_a_row)
             self._backend.follow(self._backend.mark())  # what was queued before may still use the memory
-        self._sender.send(transfer, buffer, self._ladder.route, attempt=0)
+        self._sender.send(transfer, buffer, self._retries.route, attempt=0)
         segment.digest = transfer.expected
         self._finish(transfer, buffer)
         if order is None:
@@ -334,7 +334,7 @@ class Mover:
 
     def _tell_direct(self, target: Tensor, origin: str, outcome: str) -> None:
         row: dict[str, Any] = {"step": self.step, "stage": BETWEEN_CARDS, "tensor": described(target, origin)}
-        self.report.incident({**row, "kind": "other", "rung": "through_host", "outcome": outcome})
+        self.report.incident({**row, "kind": "other", "retry": "through_host", "outcome": outcome})
 
     @contextmanager
     def _keeping_failure(self) -> Iterator[None]:
@@ -366,9 +366,9 @@ class Mover:
         """A fetcher with its own queue and slots, for copies to the host that run concurrently with others."""
         return Fetcher(backend_for(self.device), self._session)
 
-    def landing(self, nbytes: int) -> Landing:
+    def layer_buffer(self, nbytes: int) -> LayerBuffer:
         """Device memory for contents that replace each other, which counts as verified because each of them is."""
-        found = Landing(nbytes, self._backend, self._sender, self._ladder, self._session)
+        found = LayerBuffer(nbytes, self._backend, self._sender, self._retries, self._session)
         full = self.settings.verify == "full"
         self._registry.put(found.memory, Entry("transferred", STREAMED) if full else self._not_verified())
         return found
@@ -377,8 +377,9 @@ class Mover:
         """Start the transfer of all host tensors of a nested batch, in one copy into one device allocation.
 
         ``tree``: nested mappings, lists, tuples and dataclasses of tensors and other objects. Returns the same
-        structure with device tensors in flight: call `settle` before using them. Tensors that are on the device, or
-        moved already, and other objects are returned as they are; what is not from `stage_batch` is staged here.
+        structure with device tensors in flight: call `wait_verified` before using them. Tensors that are on the
+        device, or moved already, and other objects are returned as they are; what is not from `stage_batch` is
+        staged here.
         """
         self._check_open()
         given = {id(tensor): (name, tensor) for name, tensor in named_tensors(tree) if not self._is_here(tensor)}
@@ -397,7 +398,7 @@ class Mover:
         ]
         transfer = self._new_transfer(stage, segments, source)
         buffer = self._backend.allocate(max(transfer.nbytes, 1), long_lived=False)
-        self._sender.send(transfer, buffer[: transfer.nbytes], self._ladder.route, attempt=0)
+        self._sender.send(transfer, buffer[: transfer.nbytes], self._retries.route, attempt=0)
         if transfer.verify:
             transfer.arrived = self._backend.digest(buffer[: transfer.nbytes])
         # The staged batch may have changed since; the digest of what was sent shows it.
@@ -446,7 +447,7 @@ class Mover:
             "checkpoint",
         )
 
-    def settle(self, tree: Any) -> None:
+    def wait_verified(self, tree: Any) -> None:
         """Wait until every transfer of tensors in `tree` is verified, with retries after a mismatch.
 
         Afterwards the tensors may be used on the caller's current stream. Tensors that are not in flight are ignored.
@@ -456,12 +457,12 @@ class Mover:
             if entry is None or entry.transfer is None:
                 continue
             transfer = entry.transfer
-            if not transfer.settled and transfer.failure is None:
+            if not transfer.is_done and transfer.failure is None:
                 self._check_open()
             with transfer.lock:
                 if transfer.failure is not None:
                     raise transfer.failure
-                if not transfer.settled:
+                if not transfer.is_done:
                     self._finish(transfer, storage_bytes(tensor)[: transfer.nbytes])
                     known = Entry("transferred") if transfer.verify else self._not_verified()
                     entry.provenance, entry.reason = known.provenance, known.reason
@@ -469,7 +470,7 @@ class Mover:
     def _finish(self, transfer: Transfer, buffer: Tensor) -> None:
         try:
             with self._keeping_failure():
-                self._ladder.finish(transfer, buffer)
+                self._retries.finish(transfer, buffer)
         except CorruptionError as failure:
             transfer.failure = failure
             raise
@@ -540,9 +541,9 @@ class Mover:
         return self.provenance(tensor) in ("transferred", "derived")
 
     def is_pending(self, tensor: Tensor) -> bool:
-        """Whether it is in flight: not settled yet."""
+        """Whether it is in flight: nobody has waited for it yet."""
         entry = self._registry.get(tensor)
-        return entry is not None and entry.transfer is not None and not entry.transfer.settled
+        return entry is not None and entry.transfer is not None and not entry.transfer.is_done
 
     def provenance(self, tensor: Tensor) -> str | None:
         """``transferred``, ``derived``, ``unverified`` (also while in flight), or None: unknown to this mover."""

@@ -112,7 +112,7 @@ class TransferReport:
         with self._lock:
             self._incidents.append(dict(row))
 
-    def settle_incidents(self, stages: Collection[str], outcome: str) -> None:
+    def close_incidents(self, stages: Collection[str], outcome: str) -> None:
         """Give the ``stopped`` incidents of these stages a new outcome, after the run has continued."""
         with self._lock:
             for row in self._incidents:

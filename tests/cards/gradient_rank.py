@@ -168,7 +168,7 @@ def train(case: Case, rank: int) -> dict[str, Any]:
         on_corruption="stop" if case.stop else "recover",
         slot_bytes=case.slot_bytes,
     )
-    sync = SyncSettings(way=case.way, compression=case.compression, powersgd_after=2)
+    sync = SyncSettings(method=case.way, compression=case.compression, powersgd_after=2)
     fault = dict(zip((1, 0), reversed(case.faults), strict=False)).get(rank)
     faults = FaultSpec.parse(fault) if fault else None
     draws = torch.Generator().manual_seed(rank)
@@ -184,7 +184,7 @@ def train(case: Case, rank: int) -> dict[str, Any]:
                         loss = model(batch).float().square().mean() / WINDOW
                         (loss * (torch.nan if rank and step == case.poison else case.scale)).backward()
                 if check is not None:
-                    check.settle(step=step)
+                    check.wait_verified(step=step)
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -208,7 +208,7 @@ def one_average(compression: Compression, rank: int) -> float:
     dist.all_gather(everyone, local)
     truth, magnitude = (sum(each.double() for each in rows) / 2 for rows in (everyone, [g.abs() for g in everyone]))
     with Mover(CPU) as mover:
-        averaging = HostAveraging(mover, SyncSettings(way="host", compression=compression))
+        averaging = HostAveraging(mover, SyncSettings(method="host", compression=compression))
         average = averaging.begin(local, name="one", number=0).wait()
     return float(((average.double() - truth).abs() / magnitude).max())
 
@@ -228,7 +228,7 @@ class _NoMemory(TransferReport):
 def two_averages(compression: Compression, rank: int) -> tuple[float, str]:
     """The second of two averages, the first of which fails on rank 1, and the error that `check` raises there."""
     with Mover(CPU, report=_NoMemory() if rank else None) as mover:
-        averaging = HostAveraging(mover, SyncSettings(way="host", compression=compression))
+        averaging = HostAveraging(mover, SyncSettings(method="host", compression=compression))
         values = ((10.0, 1.0), (7.0, 0.0))[rank]
         both = [averaging.begin(torch.full((9,), value), name="one", number=at) for at, value in enumerate(values)]
         average = both[1].wait()
@@ -261,13 +261,13 @@ def die(rank: int, store: str) -> None:
     net.unused.requires_grad_(False)
     model = DistributedDataParallel(net, bucket_cap_mb=0.02)
     with Mover(CPU) as mover:
-        check = watch(model, mover, None, SyncSettings(way="host"))
+        check = watch(model, mover, None, SyncSettings(method="host"))
         assert check is not None
         if rank:
             net.narrow.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         try:
             model(torch.ones(2, 64)).sum().backward()
-            check.settle(step=1)
+            check.wait_verified(step=1)
         except RuntimeError as error:
             print(f"{type(error).__name__}: {error}", flush=True)
 

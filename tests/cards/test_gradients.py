@@ -70,12 +70,12 @@ def test_the_report_says_how_and_how_much_and_compression_is_in_effect(outcomes:
     none, bf16, ddp, powersgd = (
         outcomes[0][case]["sync"] for case in ("host", "host bf16", "ddp fp16", "ddp powersgd")
     )
-    said = [none[name] for name in ("way", "compression", "judged", "averages", "process_group")]
+    said = [none[name] for name in ("method", "compression", "judged", "averages", "process_group")]
     assert said == ["host", "none", "projections", STEPS, "gloo"]
     assert none["bytes_to_host_and_back_per_step"] == 2 * none["bytes_between_ranks_per_step"]
     assert bf16["bytes_between_ranks_per_step"] * 2 == none["bytes_between_ranks_per_step"]
     assert outcomes[0]["host unverified"]["sync"]["judged"] == "no"
-    assert ddp["way"] == "ddp" and ddp["bytes_to_host_and_back_per_step"] == 0
+    assert ddp["method"] == "ddp" and ddp["bytes_to_host_and_back_per_step"] == 0
     assert ddp["bytes_between_ranks_per_step"] == bf16["bytes_between_ranks_per_step"]
     assert powersgd["judged"] == "equal on all ranks" and powersgd["bytes_between_ranks_per_step"] is None
     assert outcomes[0]["plain"]["sync"] is None

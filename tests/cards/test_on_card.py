@@ -34,7 +34,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def test_what_the_compute_stream_is_still_writing_is_waited_for(dtype: torch.dtype) -> None:
     settings = TransferSettings(slot_bytes=64 << 10)
     with Mover(DEVICE, settings=settings) as mover:
-        averaging = HostAveraging(mover, SyncSettings(way="host"))
+        averaging = HostAveraging(mover, SyncSettings(method="host"))
         slow = torch.randn(4096, 4096, device=DEVICE)
         for size in (1, 1000, 32_768, 300_001):
             for _ in range(20):
@@ -62,13 +62,13 @@ def test_training_is_that_of_stock_averages(fault: str | None, compression: str)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         faults = FaultSpec.parse(fault) if fault and way == "host" else None
         with Mover(DEVICE, faults=faults) as mover:
-            check = watch(model, mover, None, SyncSettings(way=way, compression=compression))  # type: ignore[arg-type]
+            check = watch(model, mover, None, SyncSettings(method=way, compression=compression))  # type: ignore[arg-type]
             assert check is not None
             for step in range(1, 6):
                 model(
                     torch.randn(8, 64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(step))
                 ).square().mean().backward()
-                check.settle(step=step)
+                check.wait_verified(step=step)
                 optimizer.step()
                 optimizer.zero_grad()
             assert (mover.report.incidents != []) == (faults is not None)

@@ -21,7 +21,7 @@ from hf_rocm_tune.cards.preflight import (
     VARIABLE,
     Preflight,
     PreflightFault,
-    SyncWay,
+    SyncMethod,
     Trial,
     Verdict,
     choose,
@@ -93,7 +93,7 @@ def test_ways_are_tried_in_turn_and_the_fastest_that_was_shown_to_work_is_taken(
 ) -> None:
     told = scripted(monkeypatch, {"host": gloo, "ddp": rccl, "ddp_without_p2p": without})
     chosen = try_machine(CARDS, environ=environ)
-    assert (chosen.way, told) == (way, ["host", "ddp", "ddp_without_p2p"][:tried])
+    assert (chosen.method, told) == (way, ["host", "ddp", "ddp_without_p2p"][:tried])
     assert chosen.shown == (way != "one_card") and len(chosen.evidence) == tried
     assert "\n" not in chosen.reason
 
@@ -108,15 +108,15 @@ def test_on_the_cpu_and_where_the_host_is_asked_for_only_gloo_is_tried(
     told = scripted(monkeypatch, {"ddp": gloo, "host": gloo})
     devices = CARDS if asked == "host" else [{"device": "cpu", "address": None}] * 2
     chosen = try_machine(devices, asked=asked, environ={})
-    assert (chosen.way, chosen.shown, told) == (way, shown, [way])
+    assert (chosen.method, chosen.shown, told) == (way, shown, [way])
 
 
 def test_where_nothing_could_be_tried_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     told = scripted(monkeypatch, {})
     alone = try_machine(CARDS[:1], environ={})
-    assert (alone.way, alone.shown, told) == ("ddp", False, [])
+    assert (alone.method, alone.shown, told) == ("ddp", False, [])
     late = try_machine(CARDS, environ={}, limit_s=1.0)
-    assert (late.way, late.shown, told) == ("ddp", False, []) and "no time" in late.reason
+    assert (late.method, late.shown, told) == ("ddp", False, []) and "no time" in late.reason
 
 
 def test_the_evidence_says_what_stood_there_instead_and_for_how_long() -> None:
@@ -129,8 +129,8 @@ def test_the_evidence_says_what_stood_there_instead_and_for_how_long() -> None:
 # ---- what the user asked for -----------------------------------------------------------------------------------
 
 
-def done(asked: Any, way: SyncWay) -> Preflight:
-    return Preflight(asked=asked, way=way, reason="the reason", seconds=3.0)
+def done(asked: Any, way: SyncMethod) -> Preflight:
+    return Preflight(asked=asked, method=way, reason="the reason", seconds=3.0)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def done(asked: Any, way: SyncWay) -> Preflight:
         ("ddp", "host", "--grad_sync host"),
     ],
 )
-def test_a_way_that_failed_is_refused_with_its_cure(asked: str, way: SyncWay, cure: str) -> None:
+def test_a_way_that_failed_is_refused_with_its_cure(asked: str, way: SyncMethod, cure: str) -> None:
     with pytest.raises(StallError) as caught:
         insist(done(asked, way), one_card="`one card`")
     assert cure in str(caught.value) and "the reason" in str(caught.value) and caught.value.exit_code == 4
@@ -194,7 +194,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 def test_where_all_is_right_both_ranks_hear_so(tmp_path: Path) -> None:
     with ranks(tmp_path, limit_s=180) as running:  # a busy machine takes long to import torch
         first, second = map(answer, running)
-    assert (first["exit"], first["way"], first["shown"], first["fault_injection"]) == (0, "ddp", True, None)
+    assert (first["exit"], first["method"], first["shown"], first["fault_injection"]) == (0, "ddp", True, None)
     assert {**first, "seconds": 0, "lines": 0} == {**second, "seconds": 0, "lines": 0}
     assert len(first["lines"]) == 1 and "sums right on 2 ranks" in first["lines"][0]
 

@@ -93,7 +93,7 @@ def seen(loader: Any, *, epochs: int = 1) -> list[Any]:
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         for batch in loader:
-            settle(loader, batch)
+            wait_verified(loader, batch)
             flags = (state.in_dataloader, state.end_of_dataloader, state.remainder)
             if state.in_dataloader:
                 assert state.active_dataloader is loader
@@ -102,13 +102,13 @@ def seen(loader: Any, *, epochs: int = 1) -> list[Any]:
     return found
 
 
-def settle(loader: Any, batch: Any) -> None:
+def wait_verified(loader: Any, batch: Any) -> None:
     """Waits for the verdict as the trainer does, and insists on one where the loader has begun the transfer."""
     collator = getattr(loader, "collate_fn", None)
     prefetch = vars(loader).get("_hf_rocm_tune_prefetch") or getattr(collator, "_prefetch", None)
     if prefetch is not None and not isinstance(loader, accelerate.data_loader.DataLoaderDispatcher):
         mover = prefetch.mover
-        mover.settle(batch)
+        mover.wait_verified(batch)
         assert all(mover.was_verified(tensor) for tensor in tree_tensors(batch))
 
 
@@ -188,7 +188,7 @@ def test_every_sample_is_gathered_once_also_from_a_last_partial_batch(prepare: P
         loader = prepare(dataset, mover, dispatch=dispatch, batch_size=4)
         rows: list[int] = []
         for batch in loader:
-            settle(loader, batch)
+            wait_verified(loader, batch)
             rows += loader.accelerator.gather_for_metrics(batch["row"])[:, 0].tolist()
         assert sorted(rows) == list(range(29))
 
@@ -200,9 +200,9 @@ def nested(make: Callable[..., Any]) -> list[Any]:
     found: list[Any] = []
     torch.manual_seed(2)
     for batch in training:
-        settle(training, batch)
+        wait_verified(training, batch)
         for other in evaluation:
-            settle(evaluation, other)
+            wait_verified(evaluation, other)
             assert state.active_dataloader is evaluation
             found.append((other["row"].tolist(), state.end_of_dataloader, state.remainder))
         assert state.active_dataloader is training
@@ -215,7 +215,7 @@ def left_early(make: Callable[..., Any]) -> list[Any]:
     loader = make(Rows(11))
     torch.manual_seed(4)
     for batch in loader:
-        settle(loader, batch)
+        wait_verified(loader, batch)
         break
     del batch
     found = seen(loader)
@@ -228,7 +228,7 @@ def until_broken(make: Callable[..., Any]) -> int:
     loader, count = make(Rows(12, broken=7), shuffle=False), 0
     with pytest.raises(LookupError, match="row 7 is broken"):  # noqa: PT012 - the loop raises
         for batch in loader:
-            settle(loader, batch)
+            wait_verified(loader, batch)
             count += 1
     accelerate.data_loader.GradientState()._reset_state()
     return count
@@ -252,7 +252,7 @@ def test_a_plain_loader_and_its_resumed_one_are_verified_too(mover: Mover) -> No
     for start, loader in ((0, ours), (1, transformers.trainer.skip_first_batches(ours, 1))):
         rows = []
         for batch in loader:
-            settle(loader, batch)
+            wait_verified(loader, batch)
             assert mover.was_verified(batch["row"])
             rows.append(batch["row"].tolist())
         assert rows == expected[start:]
@@ -262,7 +262,7 @@ def test_the_next_batch_is_under_way_while_one_is_in_use_and_not_the_one_after(p
     loader = prepare(Rows(12), mover)
     for number, batch in enumerate(loader, start=1):
         assert all(mover.is_pending(tensor) for tensor in tree_tensors(batch))
-        settle(loader, batch)
+        wait_verified(loader, batch)
         assert mover.report.to_dict()["batches"]["tensors"] == 2 * number
         started = mover._session.sent["batches"]
         assert started == min(number + 1, 4)
@@ -317,5 +317,5 @@ def test_a_worker_that_dies_ends_the_loop_and_leaves_the_mover_usable(prepare: P
     loader = prepare(Fatal(), mover, num_workers=1, shuffle=False)
     # torch's own words, or if it notices while it receives a batch from the worker, the broken connection
     with pytest.raises((RuntimeError, ConnectionError), match=r"exited unexpectedly|reset by peer"):
-        mover.settle(list(loader))
+        mover.wait_verified(list(loader))
     assert torch.equal(mover.move(torch.arange(9), name="after"), torch.arange(9))

@@ -53,7 +53,7 @@ def prepared(prefetch: Prefetch, rows: int) -> Any:
 def use(mover: Mover, batch: Any) -> int:
     """What the guard in `_verified_inputs` does, and the row's number."""
     here = mover.begin(batch)
-    mover.settle(here)
+    mover.wait_verified(here)
     assert mover.was_verified(here)
     return int(here)
 

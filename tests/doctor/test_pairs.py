@@ -47,11 +47,11 @@ def test_a_pair_is_told_for_what_it_is(result: dict[str, Any] | None, outcome: d
 @pytest.mark.parametrize(
     ("preflight", "row"),
     [
-        (Preflight(way="ddp", reason="right"), "all_reduce_right"),
-        (Preflight(way="ddp", reason="torch was still imported", shown=False), ""),
-        (Preflight(way="ddp_without_p2p", reason="rank 1 had not ended"), "all_reduce_without_p2p"),
-        (Preflight(way="host", reason="rank 1 had not ended"), "all_reduce_over_gloo_only"),
-        (Preflight(way="one_card", reason="rank 1 had not ended", shown=False), "all_reduce_on_no_way"),
+        (Preflight(method="ddp", reason="right"), "all_reduce_right"),
+        (Preflight(method="ddp", reason="torch was still imported", shown=False), ""),
+        (Preflight(method="ddp_without_p2p", reason="rank 1 had not ended"), "all_reduce_without_p2p"),
+        (Preflight(method="host", reason="rank 1 had not ended"), "all_reduce_over_gloo_only"),
+        (Preflight(method="one_card", reason="rank 1 had not ended", shown=False), "all_reduce_on_no_way"),
     ],
 )
 def test_where_rccl_fails_it_is_said_what_works(

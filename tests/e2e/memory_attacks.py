@@ -530,10 +530,10 @@ def _streamed(rng: random.Random, step: int, tell: Tell, place: str) -> None:
     def do(trainer: Any) -> None:
         if place == "card":
             torch.cuda.synchronize()
-            flip(rng.choice(trainer.streamer.landings).memory, rng)
+            flip(rng.choice(trainer.streamer.buffers).memory, rng)
         elif place == "anonymous":
             flip(rng.choice([each.source for layer in trainer.streamer.contents for each in layer.segments]), rng)
-        else:  # a layer that shares its landing, in this process's mappings alone
+        else:  # a layer that shares its buffer, in this process's mappings alone
             maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
             for row in (row for row in maps if row[-1].endswith("model.safetensors") and row[1] == "rw-p"):
                 content = Path(row[-1]).read_bytes()

@@ -49,9 +49,9 @@ FROM_CARD = {
 """Scalars, to be logged or looked at."""
 SAVED = {
     "train/guard.py:_read_figures": "loss, norm, residuals of products, a sample of the last update, in one read",
-    "train/update.py:UpdateChecks.settle": "a sample of the last update, before a save",
+    "train/update.py:UpdateChecks.check_now": "a sample of the last update, before a save",
     "train/replay.py:_outcome": "loss, norms and sums of what was computed twice, in one read",
-    "train/metrics.py:settle": "what TRL's trainer has noted since the last log, in one read",
+    "train/metrics.py:evaluate_deferred": "what TRL's trainer has noted since the last log, in one read",
     "safetensors/torch.py:_to_ndarray": "an adapter or a model, compared with its file afterwards",
     "survive/saved_state.py:State.write": "likewise",
 }
@@ -305,7 +305,7 @@ def assert_two_ranks(output: Path, logs: list[Path]) -> None:
     """The report of both is theirs together, and no rank makes a context on the other's card."""
     report = report_of(output)
     assert_covered(report)
-    assert report["ranks"] == 2 and report["grad_sync"]["way"] == "host"
+    assert report["ranks"] == 2 and report["grad_sync"]["method"] == "host"
     assert report["gradients"]["buckets"] > 0 == report["gradients"]["mismatches"]
     assert_census(Log(*logs), report)
     assert [list(Log(log).cards.values()) for log in logs] == [[[0]], [[1]]]

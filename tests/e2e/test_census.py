@@ -221,7 +221,7 @@ class StockPlacement(VerifiedSFTTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As upstream: `prepare_model` stays Accelerate's."""
         SFTTrainer.create_accelerator_and_postprocess(self)
-        self.way.attach(self.accelerator, self.mover)
+        self.strategy.attach(self.accelerator, self.mover)
 
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
         """Places it, as `prepare_model` does on a device that is not the model's."""

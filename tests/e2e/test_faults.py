@@ -46,7 +46,7 @@ def assert_recovered(report: dict[str, Any], kind: str) -> None:
         assert row["tensor"] and row["stage"] in ("weights", "batches", "adapter", "optimizer")
         assert row["kind"] in NAMES.get(kind, {row["kind"]}), row
         assert row["first_offset"] >= 0 and (row["length"] > 0 or row["kind"] == "late")
-        assert (row["rung"], row["outcome"]) == ("same_copy", "recovered")
+        assert (row["retry"], row["outcome"]) == ("same_copy", "recovered")
     assert_covered(report)
 
 

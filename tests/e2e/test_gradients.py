@@ -112,10 +112,10 @@ def test_faults_on_the_way_to_the_host_and_back_leave_no_trace_in_the_adapter(jo
     assert {row["rank"] for row in report["incidents"]} == {0, 1}
     assert report["gradients"]["mismatches"] == 0 < report["gradients"]["buckets"]
     sync = report["grad_sync"]
-    said = [sync[name] for name in ("way", "judged", "process_group", "averages")]
+    said = [sync[name] for name in ("method", "judged", "process_group", "averages")]
     assert said == ["host", "projections", "gloo", STEPS]
     assert sync["bytes_to_host_and_back_per_step"] == 2 * sync["bytes_between_ranks_per_step"] > 0
-    assert report_of(job.clean(ranks=2))["grad_sync"]["way"] == "ddp"
+    assert report_of(job.clean(ranks=2))["grad_sync"]["method"] == "ddp"
 
 
 @pytest.mark.long

@@ -49,7 +49,7 @@ def test_a_run_goes_on_through_the_host_where_the_sums_were_wrong(job: Job, tmp_
     assert "averaged through host memory" in line and "sums wrong" in line
     assert not preflight_lines(results[1].stdout), "one rank speaks"
     report = report_of(tmp_path / "out")
-    assert report["preflight"]["way"] == report["grad_sync"]["way"] == "host"
+    assert report["preflight"]["method"] == report["grad_sync"]["method"] == "host"
     assert report["preflight"]["fault_injection"] == WRONG and "instead of" in report["preflight"]["evidence"][0]
     assert report["gradients"]["buckets"] > 0 and report["gradients"]["mismatches"] == 0
 
@@ -79,7 +79,7 @@ def test_the_launcher_ends_as_the_preflight_decides(fault: str, words: str, job:
     assert done.returncode == 0, done.stderr[-3000:]
     (said,) = preflight_lines(done.stdout)
     assert words in said
-    assert report_of(tmp_path / "out")["preflight"]["way"] == ("host" if fault else "ddp")
+    assert report_of(tmp_path / "out")["preflight"]["method"] == ("host" if fault else "ddp")
 
 
 @pytest.mark.long
@@ -96,4 +96,4 @@ def test_plain_launchers_get_the_same_decision(launcher: str, job: Job, tmp_path
     done = launched([sys.executable, *(command or [str(script), json.dumps(argv)])], {FAULT: WRONG})
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(preflight_lines(done.stdout)) == 1
-    assert report_of(tmp_path / "out")["preflight"]["way"] == "host"
+    assert report_of(tmp_path / "out")["preflight"]["method"] == "host"

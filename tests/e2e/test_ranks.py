@@ -105,12 +105,12 @@ def test_the_report_covers_and_compares_both_ranks(
         assert report["weights"]["tensors"] == 2 * alone["weights"]["tensors"]  # each rank loads its own
         assert report["replicas"]["checks"] > 0
     elif way == "fsdp2":
-        assert report["grad_sync"]["way"] == "fsdp2"
+        assert report["grad_sync"]["method"] == "fsdp2"
         assert report["weights"]["bytes"] == pytest.approx(alone["weights"]["bytes"], rel=0.05)  # once, not twice
         assert report["gathered"]["checked"] > report["gradients"]["buckets"] >= 2 * STEPS
         assert report["memory"]["steps_down"] is False  # stated: a step that runs out of memory is not done again
     else:
-        assert report["grad_sync"]["way"] == "tensor_parallel"
+        assert report["grad_sync"]["method"] == "tensor_parallel"
         assert report["gathered"]["checked"] > 0 < report["replicas"]["checks"]
         weights = load_file(model_of("llama3") / "model.safetensors")
         shapes = {name: each.shape for name, each in weights.items() if "_proj" in name}

@@ -91,7 +91,7 @@ def test_a_streamed_run_is_the_resident_run_bit_for_bit(
         assert len(told["layers"]) == count and told["visits"] <= STEPS * 2 * (count + 1) + 40
         assert report["streamed"]["bytes"] > 0 == report["streamed"]["mismatches"]
         held = report["coverage"]["device_bytes"] - report_of(resident(method))["coverage"]["device_bytes"]
-        assert held == told["landing_bytes"] - sum(told["host_bytes"].values())
+        assert held == told["layer_buffer_bytes"] - sum(told["host_bytes"].values())
 
 
 FAULTS = ("zero", "zero_range", "flip", "bits", "stride", "stale", "swap", "drop", "late", "after")

@@ -13,10 +13,10 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.models.factory import ModelSource, load_model
-from hf_rocm_tune.models.streamed import LANDING_COUNT, Streamed
+from hf_rocm_tune.models.streamed import LAYER_BUFFERS_A_CARD, Streamed
 from hf_rocm_tune.models.streaming import Streamer, streamer_of
 from hf_rocm_tune.transfer import FaultSpec, Mover
-from hf_rocm_tune.transfer.landing import Landing
+from hf_rocm_tune.transfer.layer_buffer import LayerBuffer
 from tests import tiny
 
 LAYERS = 6
@@ -109,22 +109,22 @@ def test_a_layer_that_changes_while_it_waits_is_read_again_or_stops_the_pass(nf4
 
 
 def test_passes_take_no_more_memory_and_fetch_what_the_plan_counts(load: Load) -> None:
-    """50 passes fetch 30 MB through the same landings."""
+    """50 passes fetch 30 MB through the same buffers."""
     model, mover = load()
     streamer, process = of(model), psutil.Process()
     for _ in range(20):
         passed(model, mover)
-    before = streamer.visits, [each.memory.data_ptr() for each in streamer.landings], process.memory_info().rss
+    before = streamer.visits, [each.memory.data_ptr() for each in streamer.buffers], process.memory_info().rss
     for _ in range(50):
         passed(model, mover)
-    assert streamer.visits - before[0] == 50 * 2 * (LAYERS - LANDING_COUNT)
-    assert [each.memory.data_ptr() for each in streamer.landings] == before[1]
+    assert streamer.visits - before[0] == 50 * 2 * (LAYERS - LAYER_BUFFERS_A_CARD)
+    assert [each.memory.data_ptr() for each in streamer.buffers] == before[1]
     assert process.memory_info().rss - before[2] < 8 << 20
 
 
 def test_waits_are_counted_for_each_layer(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer is used forward and backward; here nothing has ever arrived when it is needed."""
-    monkeypatch.setattr(Landing, "has_arrived", False)
+    monkeypatch.setattr(LayerBuffer, "has_arrived", False)
     model, mover = load()
     for _ in range(3):
         passed(model, mover)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune import cli
-from hf_rocm_tune.models.streamed import AUTO, LANDING_COUNT
+from hf_rocm_tune.models.streamed import AUTO, LAYER_BUFFERS_A_CARD
 from hf_rocm_tune.plan import PlanRequest, config_of, plan_for
 from hf_rocm_tune.plan.estimate import GIB, CardMemory, host
 from hf_rocm_tune.plan.fit import Plan
@@ -31,14 +31,14 @@ def planned(method: str, stream: int, card: CardMemory = LARGE, **more: Any) -> 
 def test_bytes_that_leave_the_card_are_the_host_s_and_come_twice_a_pass(method: str) -> None:
     resident = planned(method, 0)
     weights = resident.variants[method].weights
-    for count in (1, LANDING_COUNT, 10, LAYERS):
+    for count in (1, LAYER_BUFFERS_A_CARD, 10, LAYERS):
         found = planned(method, count).nearest
         waiting = host(resident.variants[method], found.case)["streamed layers"]
-        landings = found.parts["landings of streamed layers"]
+        buffers = found.parts["buffers of streamed layers"]
         assert waiting == count * weights.streams[0]
-        assert landings == min(count, LANDING_COUNT) * weights.streams[0]
-        assert resident.nearest.total - found.total == pytest.approx(waiting - landings, rel=0.01)
-        fetched = 2 * waiting * max(0, count - LANDING_COUNT) / count
+        assert buffers == min(count, LAYER_BUFFERS_A_CARD) * weights.streams[0]
+        assert resident.nearest.total - found.total == pytest.approx(waiting - buffers, rel=0.01)
+        fetched = 2 * waiting * max(0, count - LAYER_BUFFERS_A_CARD) / count
         assert found.visiting == pytest.approx(found.case.accumulation * fetched)
 
 

@@ -87,7 +87,7 @@ def incident(**changed: Any) -> dict[str, Any]:
         "first_offset": 64,
         "length": 1024,
         "causes": ["fresh mapping visible late"],
-        "rung": "fresh_slot",
+        "retry": "fresh_slot",
         "outcome": "recovered",
         **changed,
     }

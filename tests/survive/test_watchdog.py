@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.survive.watchdog import Board
+from hf_rocm_tune.survive.watchdog import RankStatus
 
 LIMIT = 0.6
 TIMEOUT = 60.0
@@ -168,7 +168,7 @@ def test_where_the_telling_fails_or_hangs_with_the_lock_of_the_interpreter_it_en
 
 
 def test_a_torn_file_is_nobody_and_a_place_that_others_can_enter_is_refused(tmp_path: Path) -> None:
-    board = Board(tmp_path / "place", 0)
+    board = RankStatus(tmp_path / "place", 0)
     for content in (b"", b"12", b"\xff" * 2000, b"[]"):
         (tmp_path / "place" / "rank-1").write_bytes(content)
         assert board.others() == []
@@ -177,4 +177,4 @@ def test_a_torn_file_is_nobody_and_a_place_that_others_can_enter_is_refused(tmp_
     (tmp_path / "file").touch()
     for name in ("open", "link", "file"):
         with pytest.raises(UsageError, match="not a directory that only you can access"):
-            Board(tmp_path / name, 0)
+            RankStatus(tmp_path / name, 0)

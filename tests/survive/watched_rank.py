@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.survive import watchdog as watchdogs
-from hf_rocm_tune.survive.watchdog import Board, Watchdog
+from hf_rocm_tune.survive.watchdog import RankStatus, Watchdog
 
 
 class Rank(Watchdog):
     """A watchdog that keeps what it finds in a file."""
 
-    def __init__(self, given: dict[str, Any], board: Board | None) -> None:
+    def __init__(self, given: dict[str, Any], board: RankStatus | None) -> None:
         super().__init__(board, tick_s=0.05)
         self._given = given
         self.beat("step")
@@ -76,7 +76,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     watchdogs.LAST_SECONDS = given.get("last_s", watchdogs.LAST_SECONDS)
     watchdogs.TICK_SECONDS = 1.5
-    board = Board(Path(given["place"]), given["rank"]) if given["place"] else None
+    board = RankStatus(Path(given["place"]), given["rank"]) if given["place"] else None
     rank = Rank(given, board)
     while board is not None and not Path(given["report"]).with_name("all-joined").exists():
         time.sleep(0.01)

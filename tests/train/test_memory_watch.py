@@ -208,9 +208,9 @@ class CountsWaits(Mover):
 
     asked = 0
 
-    def settle(self, tree: Any) -> None:
+    def wait_verified(self, tree: Any) -> None:
         self.asked += 1
-        super().settle(tree)
+        super().wait_verified(tree)
 
 
 class CountsDigests(TrainerCallback):

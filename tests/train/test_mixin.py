@@ -16,14 +16,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    DefaultFlowCallback,
     Trainer,
     TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer
 
 from hf_rocm_tune import was_verified
-from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
 from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT
@@ -231,10 +230,3 @@ def test_biases_that_bitsandbytes_casts_in_forward_stay_verified_and_watched(
     bias.data[0] += 1
     with pytest.raises(MemoryFaultError, match=r"o_proj\.bias"):
         trainer._save_checkpoint(trainer.model, trial=None)
-
-
-def test_a_training_whose_own_callbacks_were_taken_away_ends_in_one_line(make: Make) -> None:
-    trainer = make()
-    trainer.callback_handler.callbacks[:] = [DefaultFlowCallback()]
-    with pytest.raises(UsageError, match="the callbacks that the trainer was made with are gone"):
-        trainer.train()

@@ -22,7 +22,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig
 
 from hf_rocm_tune import VerifiedSFTTrainer, VerifiedTransferMixin
 from hf_rocm_tune.cards.split import Split
-from hf_rocm_tune.cards.way import CardSettings
+from hf_rocm_tune.cards.strategy import CardSettings
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models import loss, recompute
 from hf_rocm_tune.models.split import LayerSplit, SplitMover, tell_of_devices
@@ -97,7 +97,7 @@ class Runs:
                 train_dataset=Dataset.from_list([self.row_of(row) for row in rows]),
                 processing_class=AutoTokenizer.from_pretrained(self._path),
                 mover=mover,
-                way=Split(CardSettings(split=True, pipeline=pipeline)),
+                strategy=Split(CardSettings(split=True, pipeline=pipeline)),
                 **more,
                 # What crosses is compared: of a pipeline no micro-batch is computed twice.
                 check_arithmetic="sampled" if pipeline else "off",

@@ -122,8 +122,8 @@ def test_a_broken_connection_is_one_line_that_names_the_rank_that_is_gone(
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     code = (
-        "import sys; from pathlib import Path; from hf_rocm_tune.survive.watchdog import Board\n"
-        "Board(Path(sys.argv[1]), 1)"
+        "import sys; from pathlib import Path; from hf_rocm_tune.survive.watchdog import RankStatus\n"
+        "RankStatus(Path(sys.argv[1]), 1)"
     )
     place = tmp_path / "ranks"
     subprocess.run([sys.executable, "-c", code, str(place)], check=True, timeout=60)  # it joins, and dies

@@ -51,7 +51,7 @@ def train(optimizer: Any, checks: UpdateChecks, steps: int, *, size: float = 1.0
     for step in range(steps):
         gradients(optimizer, step, generator, size)
         optimizer.step()
-        checks.settle()
+        checks.check_now()
 
 
 def counted(checks: UpdateChecks, what: str) -> int:
@@ -264,7 +264,7 @@ def test_a_scaled_step_is_checked(monkeypatch: pytest.MonkeyPatch, fused: bool, 
                 each.grad.fill_(float("inf"))
         scaler.step(optimizer)
         scaler.update()
-        checks.settle()
+        checks.check_now()
         optimizer.zero_grad()
     assert counted(checks, "updates") == (16 if fused or not infinite else 12)
     if not fused:
@@ -273,7 +273,7 @@ def test_a_scaled_step_is_checked(monkeypatch: pytest.MonkeyPatch, fused: bool, 
     scaler.scale(sum((each**2).sum() for each in rows)).backward()
     scaler.step(optimizer)
     with pytest.raises(CorruptionError, match="is wrong"):
-        checks.settle()
+        checks.check_now()
 
 
 # ---- clipping -------------------------------------------------------------------------------------------------------

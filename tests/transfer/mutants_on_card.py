@@ -1,4 +1,4 @@
-"""Workloads for the device backend that go wrong when a wait, a ``record_stream`` or a landing buffer is taken out.
+"""Workloads for the device backend that go wrong when a wait, a ``record_stream`` or a pinned buffer is taken out.
 
 ``python mutants_on_card.py full|off [MUTANT ...]`` runs the engine as it is, then with each mutant (all of that mode by
 default), and prints one JSON object: name -> what went wrong, or null. On the simulated card every task of a stream
@@ -87,7 +87,7 @@ def batches(verify: str) -> Problems:
         if number % 3 == 0:
             slow(compute(), 3)
         for host, arrived in zip(hosts, moved, strict=True):
-            mover.settle(arrived)
+            mover.wait_verified(arrived)
             pending.append((int(consumed(host)), consumed(arrived)))
         del moved, arrived
     yield from (f"a kernel saw {int(got)}, not {right}" for right, got in pending if int(got) != right)
@@ -100,7 +100,7 @@ def one_slot(verify: str) -> Problems:
     slow(stream)
     moved = [mover.begin({"x": torch.full((900,), number)}) for number in range(4)]
     for number, arrived in enumerate(moved):
-        mover.settle(arrived)
+        mover.wait_verified(arrived)
         if not bool((arrived["x"] == number).all()):
             yield f"batch {number} holds {arrived['x'].unique().tolist()}"
     yield from told(mover)
@@ -169,7 +169,7 @@ def fetched_and_dropped(verify: str) -> Problems:
     slow(fetcher.backend._stream)  # type: ignore[attr-defined]
     found = fetcher.begin(source * 2, name="u", stage="adapter")
     others = [torch.empty(2000, device=CARD).fill_(9.0) for _ in range(3)]
-    found.settle()
+    found.wait_verified()
     if not torch.equal(found.host, source.cpu() * 2):
         yield "fetched bytes are those of another tensor"
     del others
@@ -183,7 +183,7 @@ def digests(verify: str) -> Problems:
     queued = [fetcher.begin(source, name="w", stage="adapter") for source in sources]
     torch.cuda.synchronize()
     for each in queued:
-        each.settle()
+        each.wait_verified()
     yield from told(mover)
 
 
@@ -200,7 +200,7 @@ def first_digests(verify: str) -> Problems:
     queued = fetcher.begin(moved, name="w", stage="adapter")
     if digest(moved) != digest(source):
         yield "a digest beside the queue differs"
-    queued.settle()
+    queued.wait_verified()
     yield from told(mover)
 
 
@@ -212,18 +212,18 @@ def recovered(verify: str) -> Problems:
     source = torch.randint(1, 255, (SIZE,), dtype=torch.uint8)
     slow(compute(), 2000)
     moved = mover.begin({"x": source})["x"]
-    mover.settle(moved)
+    mover.wait_verified(moved)
     if not torch.equal(moved.cpu(), source):
         yield "recovered bytes differ"
     for row in mover.report.incidents:
-        if (row["kind"], row["first_offset"], row["rung"]) != ("zeros", 0, "same_copy"):
+        if (row["kind"], row["first_offset"], row["retry"]) != ("zeros", 0, "same_copy"):
             yield f"described as {row}"
     mover, _ = made(verify, fault="kind=flip,count=1,stage=adapter")
     moved = mover.move(torch.randn(2000), name="w")
     with mover.fetched(moved, name="u", stage="adapter") as found:
         if not torch.equal(found.host, moved.cpu()):
             yield "fetched again and differs"
-    yield from (f"read again by {row['rung']}" for row in mover.report.incidents if row["rung"] != "same_copy")
+    yield from (f"read again by {row['retry']}" for row in mover.report.incidents if row["retry"] != "same_copy")
 
 
 def threads(verify: str) -> Problems:
@@ -241,7 +241,7 @@ def threads(verify: str) -> Problems:
                 with mover.fetched(moved * 2, name="u", stage="adapter") as found:
                     if not torch.equal(found.host, source * 2):
                         wrong.append("fetched differs")
-                mover.settle(arrived)
+                mover.wait_verified(arrived)
                 if int(consumed(arrived)) != int(consumed(host)):
                     wrong.append("a batch differs")
         except BaseException as error:
@@ -321,17 +321,17 @@ def _blocking_not_waited_for(self: Any, target: Tensor, source: Tensor, label: A
 
 
 def _digest_on_callers_stream(self: Any, target: Tensor, word_offset: int = 0) -> Any:
-    landing = torch.empty(2, dtype=torch.int64, pin_memory=True)
+    buffer = torch.empty(2, dtype=torch.int64, pin_memory=True)
     with own_copies():
-        landing.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
-    return _EventDigest(torch.cuda.current_stream().record_event(), landing, target.numel())
+        buffer.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
+    return _EventDigest(torch.cuda.current_stream().record_event(), buffer, target.numel())
 
 
-def _one_landing_for_all(self: Any, target: Tensor, word_offset: int = 0) -> Any:
+def _one_buffer_for_all(self: Any, target: Tensor, word_offset: int = 0) -> Any:
     with torch.cuda.stream(self._stream), own_copies():
-        landing = vars(self).setdefault("landing", torch.empty(2, dtype=torch.int64, pin_memory=True))
-        landing.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
-        return _EventDigest(self._stream.record_event(), landing, target.numel())
+        buffer = vars(self).setdefault("buffer", torch.empty(2, dtype=torch.int64, pin_memory=True))
+        buffer.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
+        return _EventDigest(self._stream.record_event(), buffer, target.numel())
 
 
 def _read_back_without_wait(self: Any, target: Tensor) -> Tensor:
@@ -344,12 +344,12 @@ def _source_not_kept(self: Any, *arguments: Any) -> None:
     self._source = torch.empty_like(self._source)
 
 
-def _settled_without_wait(self: Any) -> None:
+def _used_without_wait(self: Any) -> None:
     with patch.object(self, "_ticket"):
-        _stock_settle(self)
+        _stock_wait(self)
 
 
-_stock_settle = Fetched.settle
+_stock_wait = Fetched.wait_verified
 _NEVER = property(lambda self: None, lambda self, value: None)
 
 BOTH, FULL, OFF = ("full", "off"), ("full",), ("off",)
@@ -377,7 +377,7 @@ MUTANTS: dict[str, tuple[tuple[str, ...], Any, str, Any]] = {
     ),
     "followed without a wait": (BOTH, AcceleratorBackend, "follow", lambda self, source: None),
     "source of a fetch not kept": (BOTH, Fetched, "__init__", _source_not_kept),
-    "fetch settled without a wait": (BOTH, Fetched, "settle", _settled_without_wait),
+    "fetch used without a wait": (BOTH, Fetched, "wait_verified", _used_without_wait),
     "slot without ticket": (BOTH, Slot, "ticket", _NEVER),
     "slot not joined": (BOTH, _EventTicket, "join", lambda self: None),
     "slot always done": (BOTH, _EventTicket, "done", lambda self: True),
@@ -386,7 +386,7 @@ MUTANTS: dict[str, tuple[tuple[str, ...], Any, str, Any]] = {
     "blocking copy not waited for": (FULL, AcceleratorBackend, "copy", _blocking_not_waited_for),
     "digest on the caller's stream": (FULL, AcceleratorBackend, "digest", _digest_on_callers_stream),
     "digest read early": (FULL, _EventDigest, "result", lambda self: from_sums(self._landing, self._nbytes)),
-    "one landing for all digests": (FULL, AcceleratorBackend, "digest", _one_landing_for_all),
+    "one buffer for all digests": (FULL, AcceleratorBackend, "digest", _one_buffer_for_all),
     "table used before it is made": (FULL, digests_of, "_computed", lambda table: table),
     "fill on the caller's stream": (FULL, AcceleratorBackend, "fill", lambda self, target, value: target.fill_(value)),
     "read back without a wait": (FULL, AcceleratorBackend, "read_back", _read_back_without_wait),

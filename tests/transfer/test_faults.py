@@ -32,7 +32,7 @@ def send(mover: Mover, stage: str, seed: int) -> bool:
     if stage == "batches":
         source = batch(seed)
         arrived = mover.begin(source)
-        mover.settle(arrived)
+        mover.wait_verified(arrived)
         return all(torch.equal(arrived[name].cpu(), source[name]) for name in source)
     return torch.equal(mover.move(weight(seed), name=f"layer.{seed}", stage=stage).cpu(), weight(seed))
 
@@ -80,7 +80,7 @@ def test_a_failed_batch_fails_again_and_never_counts_as_verified() -> None:
         arrived = mover.begin(batch(0))
         for _ in range(2):
             with pytest.raises(CorruptionError):
-                mover.settle(arrived)
+                mover.wait_verified(arrived)
         assert not mover.was_verified(arrived["labels"])
 
 
@@ -96,7 +96,7 @@ def test_a_count_holds_for_transfers_that_are_under_way_together() -> None:
     with Mover(CPU, faults=FaultSpec(kind="after", count=1)) as mover:
         under_way = [mover.begin(batch(seed)) for seed in range(3)]
         for each in under_way:
-            mover.settle(each)
+            mover.wait_verified(each)
         assert mover.fault_injection()["injected"] == 1
 
 
@@ -115,10 +115,11 @@ def test_faults_that_change_nothing_are_not_counted() -> None:
 def test_an_all_ones_mask_that_arrives_as_zeros_is_caught() -> None:
     with Mover(CPU, faults=FaultSpec(kind="zero", tensor="attention_mask")) as mover:
         arrived = mover.begin({"attention_mask": torch.ones(4, 64, dtype=torch.int64), "x": torch.ones(2)})
-        mover.settle(arrived)
+        mover.wait_verified(arrived)
         assert bool(arrived["attention_mask"].all())
         (row,) = mover.report.incidents
-    assert (row["tensor"], row["kind"], row["first_offset"], row["rung"]) == ("attention_mask", "zeros", 0, "same_copy")
+    seen = (row["tensor"], row["kind"], row["first_offset"], row["retry"])
+    assert seen == ("attention_mask", "zeros", 0, "same_copy")
 
 
 def test_a_large_tensor_in_many_chunks_names_the_offset_of_a_flip() -> None:
@@ -158,7 +159,7 @@ def test_a_source_that_changed_is_named_so(stage: str) -> None:
         staged = mover.stage_batch({"x": source})
         writing_to[0] = staged["x"] if stage == "batches" else source
         use = {
-            "batches": lambda: mover.settle(mover.begin(staged)),
+            "batches": lambda: mover.wait_verified(mover.begin(staged)),
             "weights": lambda: mover.move(source, name="x"),
         }
         with pytest.raises(SourceChangedError, match="changed while"):
@@ -184,7 +185,7 @@ def test_a_rung_that_keeps_helping_is_kept() -> None:
         for _ in range(10):
             moved = mover.move(torch.ones(100), name="w")
             assert bool((moved == 1).all())
-    assert [row["rung"] for row in mover.report.incidents] == ["synchronous"] * 3
+    assert [row["retry"] for row in mover.report.incidents] == ["synchronous"] * 3
     assert backend.broken == 9  # three failing ways, three times; then never again
 
 

@@ -61,7 +61,7 @@ def test_a_fault_is_found_and_read_again(kind: str) -> None:
         assert mover.fault_injection() is not None and mover.fault_injection()["injected"] == 1  # type: ignore[index]
     assert counted[STAGE]["mismatches"] == counted[STAGE]["recovered"] == 1
     (row,) = counted["incidents"]
-    assert (row["outcome"], row["tensor"], row["rung"]) == ("recovered", "hidden", "same_copy")
+    assert (row["outcome"], row["tensor"], row["retry"]) == ("recovered", "hidden", "same_copy")
     assert row["length"] >= 1
 
 
@@ -97,15 +97,15 @@ def test_several_are_under_way_and_end_in_any_order() -> None:
         first, second = (
             fetcher.begin(tensor, name=str(number), stage="buckets") for number, tensor in enumerate(tensors)
         )
-        second.settle()
-        first.settle()
+        second.wait_verified()
+        first.wait_verified()
         assert torch.equal(first.host, tensors[0]) and torch.equal(second.host, tensors[1])
         first.host.zero_()  # it is staging memory, not the source
         assert tensors[0].all()
         for each in (first, second, first):  # the last does nothing
             each.release()
         again = fetcher.begin(tensors[1], name="2", stage="buckets")
-        again.settle()
+        again.wait_verified()
         assert torch.equal(again.host, tensors[1])
 
 

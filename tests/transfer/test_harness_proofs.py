@@ -105,7 +105,7 @@ def send_while_held(mover: Mover, backend: Held) -> list[tuple[Tensor, Tensor]]:
     backend.go.set()
     sender.join(20)
     for batch in arrived:
-        mover.settle(batch)
+        mover.wait_verified(batch)
     return [(source, batch[0]) for source, batch in zip(sources, arrived, strict=True)]
 
 
@@ -115,7 +115,7 @@ def test_a_slot_that_is_reused_too_early_is_seen_by_the_digests(backend: type[He
     with Mover(CPU, settings=ONE_SLOT, backend=copies) as mover:
         pairs = send_while_held(mover, copies)
         mismatches = mover.report.to_dict()["batches"]["mismatches"]
-    # All but the last were overwritten by a later batch in the slot; the ladder then sent them again.
+    # All but the last were overwritten by a later batch in the slot; the retry policy then sent them again.
     assert mismatches == (3 if broken else 0)
     assert all(torch.equal(source, arrived) for source, arrived in pairs)
 
@@ -136,7 +136,7 @@ def test_a_consumer_that_does_not_wait_reads_what_never_arrived(backend: type[He
         arrived = mover.begin([source])
         if not broken:
             copies.release_soon()
-        mover.settle(arrived)
+        mover.wait_verified(arrived)
         seen = digest(arrived[0])
         copies.go.set()
     assert (seen != digest(source)) == broken
@@ -149,7 +149,7 @@ def test_a_digest_that_does_not_wait_for_its_copy_gives_a_bad_verdict(backend: t
         arrived = mover.begin([torch.arange(1, 900)])
         if not broken:
             copies.release_soon()
-        mover.settle(arrived)
+        mover.wait_verified(arrived)
         assert bool(mover.report.incidents) == broken
 
 
@@ -160,7 +160,7 @@ def test_a_late_copy_does_not_land_before_the_digest_of_its_own_batch() -> None:
         for value in range(1, 20):
             batch = {"first": torch.full((100,), value), "second": torch.full((1000,), value)}
             arrived = mover.begin(batch)
-            mover.settle(arrived)
+            mover.wait_verified(arrived)
             assert torch.equal(arrived["first"], batch["first"])
         faults = mover.fault_injection()
         assert faults is not None
@@ -183,5 +183,5 @@ def test_abandoned_batches_leave_the_ring_usable() -> None:
         for number in range(50):
             mover.begin({"x": torch.full((3000,), number)})
         kept = mover.begin({"x": torch.arange(3000)})
-        mover.settle(kept)
+        mover.wait_verified(kept)
         assert torch.equal(kept["x"], torch.arange(3000))

@@ -45,9 +45,9 @@ def mover() -> Any:
         yield made
 
 
-def settled(mover: Mover, tree: Any) -> Any:
+def begin_and_wait(mover: Mover, tree: Any) -> Any:
     moved = mover.begin(tree)
-    mover.settle(moved)
+    mover.wait_verified(moved)
     return moved
 
 
@@ -55,7 +55,7 @@ def settled(mover: Mover, tree: Any) -> Any:
 def test_every_dtype_crosses_alone_and_in_a_batch(mover: Mover, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2, (16 * 101,), dtype=torch.uint8)
     source = torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, (101,), (1,))
-    for arrived in (mover.move(source, name="w"), settled(mover, [raw[:3], source])[1]):
+    for arrived in (mover.move(source, name="w"), begin_and_wait(mover, [raw[:3], source])[1]):
         assert arrived.dtype is dtype
         assert arrived.shape == source.shape
         assert digest(arrived) == digest(source)
@@ -79,7 +79,7 @@ def test_every_dtype_crosses_alone_and_in_a_batch(mover: Mover, dtype: torch.dty
     ids=["0-dim", "empty", "transposed", "expanded", "strided", "unaligned", "parameter", "larger than the ring"],
 )
 def test_any_layout_arrives_contiguous_and_equal(mover: Mover, source: Tensor) -> None:
-    for arrived in (mover.move(source, name="w"), settled(mover, {"x": source})["x"]):
+    for arrived in (mover.move(source, name="w"), begin_and_wait(mover, {"x": source})["x"]):
         assert torch.equal(arrived, source)
         assert arrived.shape == source.shape
         assert arrived.is_contiguous()
@@ -90,7 +90,7 @@ def test_any_layout_arrives_contiguous_and_equal(mover: Mover, source: Tensor) -
 def test_a_moved_weight_may_be_trained_in_place_after_inference_mode(mover: Mover) -> None:
     with torch.inference_mode():
         arrived = mover.move(torch.randn(3), name="w")
-        batch = settled(mover, [torch.randn(3)])
+        batch = begin_and_wait(mover, [torch.randn(3)])
     weight = torch.nn.Parameter(arrived)
     (weight * batch[0]).sum().backward()
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_structures_keep_their_types_and_everything_that_is_no_tensor(mover: Mov
         "sample": Sample(torch.randn(2, 2), "note"),
         "nothing": [],
     }
-    arrived = settled(mover, tree)
+    arrived = begin_and_wait(mover, tree)
     assert list(arrived) == list(tree)
     assert {key: type(value) for key, value in arrived.items()} == {key: type(value) for key, value in tree.items()}
     assert arrived["dict"]["b"] is note
@@ -124,30 +124,15 @@ def test_structures_keep_their_types_and_everything_that_is_no_tensor(mover: Mov
 def test_token_encodings_survive_in_a_batch_encoding(mover: Mover) -> None:
     base = pytest.importorskip("transformers.tokenization_utils_base")
     batch = base.BatchEncoding({"input_ids": torch.arange(6).view(2, 3)}, n_sequences=1)
-    arrived = settled(mover, batch)
+    arrived = begin_and_wait(mover, batch)
     assert type(arrived) is base.BatchEncoding
     assert arrived.n_sequences == 1
     assert torch.equal(arrived["input_ids"], batch["input_ids"])
     assert arrived["input_ids"] is not batch["input_ids"]
 
 
-class Odd(torch.Tensor):
-    """A subclass that makes zeros of what is asked of its tensors on the way."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, kinds: Any, given: Any = (), more: Any = None) -> Any:
-        found = super().__torch_function__(function, kinds, given, more or {})
-        return torch.zeros_like(found) if function in (torch.Tensor.detach, torch.Tensor.permute) else found
-
-
-def test_of_a_subclass_the_plain_data_is_copied(mover: Mover) -> None:
-    sent, target = torch.randn(5, 7), torch.ones(5, 7)
-    mover.deliver(target.as_subclass(Odd), sent.as_subclass(Odd), origin="a test")
-    assert torch.equal(target, sent)
-
-
 def test_batch_tensors_share_memory_but_not_version_counters(mover: Mover) -> None:
-    arrived = settled(mover, [torch.ones(3, requires_grad=False), torch.ones(3)])
+    arrived = begin_and_wait(mover, [torch.ones(3, requires_grad=False), torch.ones(3)])
     assert arrived[0].untyped_storage().data_ptr() == arrived[1].untyped_storage().data_ptr()
     assert all(tensor.data_ptr() % 64 == 0 for tensor in arrived)
     before = arrived[1]._version
@@ -157,9 +142,9 @@ def test_batch_tensors_share_memory_but_not_version_counters(mover: Mover) -> No
 
 def test_tensors_already_moved_and_batches_without_tensors_are_kept(mover: Mover) -> None:
     weight = mover.move(torch.randn(3), name="w")
-    arrived = settled(mover, {"w": weight, "x": torch.ones(1)})
+    arrived = begin_and_wait(mover, {"w": weight, "x": torch.ones(1)})
     assert arrived["w"] is weight
-    assert settled(mover, {"a": 1, "b": ["text"]}) == {"a": 1, "b": ["text"]}
+    assert begin_and_wait(mover, {"a": 1, "b": ["text"]}) == {"a": 1, "b": ["text"]}
 
 
 def test_provenance_follows_the_storage_and_dies_with_it(mover: Mover) -> None:
@@ -183,7 +168,7 @@ def test_host_source_is_kept_with_the_batch_and_freed_with_it(mover: Mover) -> N
     arrived = mover.begin({"labels": labels, "mask": torch.ones(10, dtype=torch.bool)})
     source = mover.host_source(arrived["labels"])
     assert source is not None and torch.equal(source, labels)
-    mover.settle(arrived)
+    mover.wait_verified(arrived)
     assert mover.host_source(arrived["labels"]) is source
     assert mover.host_source(arrived["labels"][1:]) is None
     assert mover.host_source(labels) is None
@@ -205,7 +190,7 @@ def test_packed_tensors_may_wait_and_what_changes_meanwhile_is_not_sent(verify: 
                 with pytest.raises(MemoryFaultError, match=f"'{name}' changed in host memory"):
                     use(staged)
             staged[name].view(torch.uint8)[-1] ^= 1
-            settled(mover, staged)
+            begin_and_wait(mover, staged)
             assert {row["tensor"] for row in mover.report.incidents} == {name}
             mover.report._incidents.clear()
 
@@ -229,7 +214,7 @@ def test_off_and_sample_say_what_was_not_verified() -> None:
         assert not was_verified(arrived)
         assert off.report.to_dict()["weights"]["verified_bytes"] == 0
     with Mover(CPU, settings=TransferSettings(verify="sample")) as sampling:
-        verified = [sampling.was_verified(settled(sampling, [torch.ones(4)])[0]) for _ in range(33)]
+        verified = [sampling.was_verified(begin_and_wait(sampling, [torch.ones(4)])[0]) for _ in range(33)]
         assert verified == [True, *[False] * 15] * 2 + [True]
         batches = sampling.report.to_dict()["batches"]
         assert (batches["bytes"], batches["verified_bytes"]) == (33 * 16, 3 * 16)
@@ -254,12 +239,12 @@ def test_a_closed_mover_refuses_and_still_knows() -> None:
     moved, begun = mover.move(torch.ones(2), name="w"), mover.begin([torch.ones(2)])
     mover.close()
     mover.close()
-    mover.settle(moved)
+    mover.wait_verified(moved)
     assert mover.was_verified(moved) and not mover.was_verified(begun[0])
     for use in (
         lambda: mover.move(torch.ones(2), name="w"),
         lambda: mover.begin([torch.ones(2)]),
-        lambda: mover.settle(begun),
+        lambda: mover.wait_verified(begun),
         lambda: mover.fetched(moved, name="w", stage="adapter"),
     ):
         with pytest.raises(RuntimeError, match="the mover is closed"):

@@ -1,4 +1,4 @@
-"""Every wait, ``record_stream``, slot and landing buffer of the device backend is needed, and it has them all."""
+"""Every wait, ``record_stream``, slot and pinned buffer of the device backend is needed, and it has them all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import simcard
 
 WORKLOADS = Path(__file__).with_name("mutants_on_card.py")
 SAMPLE = {
-    "full": ("weights allocated without record", "one landing for all digests", "read back without a wait"),
+    "full": ("weights allocated without record", "one buffer for all digests", "read back without a wait"),
     "off": ("handed out without a wait", "slot without ticket", "source of a fetch not kept"),
 }
 

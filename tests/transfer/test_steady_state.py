@@ -74,10 +74,10 @@ def train_on(mover: Mover, batches: list[dict[str, Tensor]], ahead: int = 2) -> 
         waiting.append((source, mover.begin(source)))
         if len(waiting) > ahead:
             right, arrived = waiting.pop(0)
-            mover.settle(arrived)
+            mover.wait_verified(arrived)
             assert torch.equal(arrived["labels"], right["labels"])
     for _, arrived in waiting:
-        mover.settle(arrived)
+        mover.wait_verified(arrived)
 
 
 @pytest.mark.parametrize("grows", [False, True], ids=["page-locked", "pageable"])
@@ -87,7 +87,7 @@ def test_a_batch_costs_one_copy_one_digest_and_no_staging_memory(grows: bool) ->
         backend.go.clear()
         begun = [mover.begin(batch(number)) for number in range(4)]  # with no copy done, each takes a slot of its own
         backend.go.set()
-        mover.settle(begun)
+        mover.wait_verified(begun)
         warm = backend.calls.copy()
         train_on(mover, [batch(number) for number in range(200)])
     assert warm["staging"] == 4
@@ -100,7 +100,7 @@ def test_the_digest_of_what_arrives_is_queued_behind_its_copy() -> None:
     with Mover(CPU, backend=backend) as mover:
         arrived = mover.begin(batch(1))
         assert backend.calls["copy"] == backend.calls["digest"] == 1
-        mover.settle(arrived)
+        mover.wait_verified(arrived)
         assert backend.calls["digest"] == 1
     assert mover.was_verified(arrived["input_ids"])
 
@@ -154,12 +154,12 @@ def test_on_the_device_no_batch_synchronises_it_or_allocates_from_the_driver() -
 
 
 def train_on_device(mover: Mover, batches: int) -> None:
-    """The same number of batches behind a little compute, each settled one later."""
+    """The same number of batches behind a little compute, each waited for one later."""
     weight = torch.randn(512, 512, device="cuda")
     waiting = mover.begin(batch(0))
     for number in range(1, batches):
         following = mover.begin(batch(number))
-        mover.settle(waiting)
+        mover.wait_verified(waiting)
         weight = torch.tanh(weight @ weight + waiting["labels"].sum())
         waiting = following
-    mover.settle(waiting)
+    mover.wait_verified(waiting)

@@ -72,14 +72,14 @@ def test_a_mover_of_the_process_before_the_fork_says_so_at_once(held: bool) -> N
         uses = {
             "move": lambda: mover.move(torch.ones(3), name="w"),
             "begin": lambda: mover.begin([torch.ones(3)]),
-            "settle": lambda: mover.settle(begun),
+            "wait_verified": lambda: mover.wait_verified(begun),
             "fetched": lambda: mover.fetched(torch.ones(3), name="w", stage="adapter"),
         }
         said = {name: in_a_fork(use) for name, use in uses.items()}
         closed = in_a_fork(mover.close)
         if held:
             mover._sender._ring._changed.release()
-        mover.settle(begun)
+        mover.wait_verified(begun)
     assert closed == "None"
     for text in said.values():
         assert text.startswith(f"{UsageError.__name__}: this mover was created by process {os.getpid()}, and process ")
@@ -103,6 +103,6 @@ def test_loader_workers_pass_over_what_they_inherited() -> None:
         loader = verify_loader(DataLoader(Frozen(), num_workers=1), Prefetch(mover))
         inherited = len(gc.get_objects())
         for batch in loader:
-            mover.settle(batch)
+            mover.wait_verified(batch)
             assert int(batch["frozen"]) > inherited * 0.9
     assert gc.get_freeze_count() == 0

@@ -28,7 +28,7 @@ def work(mover: Mover, wrong: list[str]) -> None:
     try:
         source = torch.randn(3000)
         arrived = mover.begin({"x": source})
-        mover.settle(arrived)
+        mover.wait_verified(arrived)
         moved = mover.move(source, name="w")
         with mover.fetched(moved, name="w", stage="adapter") as found:
             assert torch.equal(found.host, source)

@@ -100,7 +100,7 @@ class ArithmeticChecks:
         self._head = None
         if fused and find_head is not None:
             self._head = find_head()
-        ours = fused and trainer.loss_way is loss.one_pass_loss
+        ours = fused and trainer.loss_context is loss.one_pass_loss
 
         def is_seen(layer: Product) -> bool:
             if layer.module is not self._head:

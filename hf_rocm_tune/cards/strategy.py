@@ -1,6 +1,6 @@
-"""A way of training over cards: what the trainer and the job ask of it. `Way` itself is one process with one card.
+"""Parallel strategies: what the trainer and the job ask of one. `ParallelStrategy` itself is one process with one card.
 
-A new way is one file with a subclass, and one row in `ways.WAYS`.
+A new strategy is one file with a subclass, and one row in `strategies.STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CardSettings:
-    """What chooses a way and configures it; the flags are described in `settings.arguments`."""
+    """What chooses a strategy and configures it; the flags are described in `settings.arguments`."""
 
     world_size: int = 1
     sync: SyncSettings = field(default_factory=SyncSettings)
@@ -49,8 +49,8 @@ class CardSettings:
     pipeline: bool = False
 
 
-class Way:
-    """One process with one card, and the interface of all ways. A way belongs to one trainer."""
+class ParallelStrategy:
+    """One process with one card, and the interface of all parallel strategies. A strategy belongs to one trainer."""
 
     name: ClassVar[str] = "one"  # in reports
     flag: ClassVar[str] = ""  # how the user asked for it, in messages
@@ -67,7 +67,7 @@ class Way:
     def refuse(
         self, args: TrainingArguments, model: ModelConfig, uses: Mapping[str, bool], environ: Mapping[str, str]
     ) -> None:
-        """Refuse, before the model is loaded, what does not work with this way or could not be verified."""
+        """Refuse, before the model is loaded, what does not work with this strategy or could not be verified."""
         wrong = [why for applies, why in self._refusals(args, model, environ) if applies]
         wrong += [f"it does not work with {flag}: {why}" for flag, why in self.excludes.items() if uses.get(flag)]
         if wrong:
@@ -83,7 +83,7 @@ class Way:
         yield
 
     def attach(self, accelerator: Any, mover: Mover) -> None:
-        """Take the new accelerator: replace its clipping and saving where this way has its own."""
+        """Take the new accelerator: replace its clipping and saving where this strategy has its own."""
         self.mover = mover
 
     def place(self, model: nn.Module) -> None:

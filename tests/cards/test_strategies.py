@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune.cards.fsdp import Fsdp
-from hf_rocm_tune.cards.way import CardSettings, Way
-from hf_rocm_tune.cards.ways import WAYS
+from hf_rocm_tune.cards.strategies import STRATEGIES
+from hf_rocm_tune.cards.strategy import CardSettings, ParallelStrategy
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.job import refusals
 from hf_rocm_tune.machine import process
@@ -71,12 +71,12 @@ def test_each_refusal_says_what_to_do(change: dict[str, dict[str, Any]], says: s
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_every_flag_that_a_way_excludes_exists_and_is_refused(way: type[Way]) -> None:
-    for flag, why in way.excludes.items():
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+def test_every_flag_that_a_strategy_excludes_exists_and_is_refused(strategy: type[ParallelStrategy]) -> None:
+    for flag, why in strategy.excludes.items():
         assert flag in refusals.USES or flags.bare(flag.split()[0]) in flags.flags("sft")
         with pytest.raises(UsageError, match=re.escape(f"it does not work with {flag}: {why}")):
-            way().refuse(args(), model(), {flag: True}, FSDP2)
+            strategy().refuse(args(), model(), {flag: True}, FSDP2)
 
 
 def test_deepspeed_that_is_not_installed_is_one_line_with_the_better_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The table of ways; see `way.Way`."""
+"""The table of parallel strategies; see `strategy.ParallelStrategy`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from transformers import TrainingArguments
 from hf_rocm_tune.cards.ddp import Ddp, Host
 from hf_rocm_tune.cards.fsdp import Fsdp
 from hf_rocm_tune.cards.split import Split
+from hf_rocm_tune.cards.strategy import CardSettings, ParallelStrategy, is_on
 from hf_rocm_tune.cards.tensor_parallel import TensorParallel
-from hf_rocm_tune.cards.way import CardSettings, Way, is_on
 from hf_rocm_tune.models.split import SplitMover
 from hf_rocm_tune.transfer import Mover
 
-WAYS: Mapping[type[Way], Callable[[CardSettings], bool]] = {
+STRATEGIES: Mapping[type[ParallelStrategy], Callable[[CardSettings], bool]] = {
     TensorParallel: lambda settings: settings.tensor_parallel,
     Split: lambda settings: settings.split,
     Fsdp: lambda settings: settings.fsdp,
-    Host: lambda settings: settings.world_size > 1 and settings.sync.way == "host",
+    Host: lambda settings: settings.world_size > 1 and settings.sync.method == "host",
     Ddp: lambda settings: settings.world_size > 1,
-    Way: lambda settings: True,
+    ParallelStrategy: lambda settings: True,
 }
 """When each is asked for; the first one is used."""
 
 
-def choose(settings: CardSettings) -> Way:
-    return next(way for way, is_wanted in WAYS.items() if is_wanted(settings))(settings)
+def choose(settings: CardSettings) -> ParallelStrategy:
+    return next(strategy for strategy, is_wanted in STRATEGIES.items() if is_wanted(settings))(settings)
 
 
-def way_of(args: TrainingArguments | None, mover: Mover) -> Way:
-    """The way of a trainer that was given none, from its arguments, its mover and the launcher's variables."""
+def strategy_of(args: TrainingArguments | None, mover: Mover) -> ParallelStrategy:
+    """The strategy of a trainer that was given none, from its arguments, its mover and the launcher's variables."""
     return choose(
         CardSettings(
             world_size=1 if args is None else args.world_size,

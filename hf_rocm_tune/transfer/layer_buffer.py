@@ -13,7 +13,7 @@ from hf_rocm_tune.errors import MemoryFaultError, SourceChangedError
 from hf_rocm_tune.transfer.backend import Backend, Queued
 from hf_rocm_tune.transfer.copies import Segment, Sender, Session, Transfer
 from hf_rocm_tune.transfer.digest import Digest
-from hf_rocm_tune.transfer.ladder import Ladder
+from hf_rocm_tune.transfer.retry import RetryPolicy
 
 STAGE = "streamed"
 ADVICE = "The same command continues from the newest checkpoint; if it happens again, run the doctor and a memory test"
@@ -22,7 +22,7 @@ ADVICE = "The same command continues from the newest checkpoint; if it happens a
 @dataclass(frozen=True)
 class Content:
     name: str  # for incidents
-    segments: list[Segment]  # in order of their offsets, with their digests there; at most the landing's bytes
+    segments: list[Segment]  # in order of their offsets, with their digests there; at most the buffer's bytes
     digest: Digest  # of all bytes, with zeros in the gaps
 
     @property
@@ -30,11 +30,11 @@ class Content:
         return self.segments[-1].end
 
 
-class Landing:
-    """One piece of device memory. `send` and `settle` alternate; each may be called from any thread."""
+class LayerBuffer:
+    """One piece of device memory. `send` and `wait_verified` alternate; each may be called from any thread."""
 
-    def __init__(self, nbytes: int, backend: Backend, sender: Sender, ladder: Ladder, session: Session) -> None:
-        self._backend, self._sender, self._ladder, self._session = backend, sender, ladder, session
+    def __init__(self, nbytes: int, backend: Backend, sender: Sender, retries: RetryPolicy, session: Session) -> None:
+        self._backend, self._sender, self._retries, self._session = backend, sender, retries, session
         self.memory = backend.allocate(nbytes, long_lived=True)  # uint8[nbytes], once
         self._holds: Content | None = None  # verified
         self._leaving: tuple[Content, Queued] | None = None
@@ -54,10 +54,10 @@ class Landing:
         if self._holds is not None:
             self._leaving = self._holds, self._backend.digest(self.memory[: self._holds.nbytes])
             self._holds = None
-        self._sender.send(transfer, memory, self._ladder.route, attempt=0)
+        self._sender.send(transfer, memory, self._retries.route, attempt=0)
         self._pending = content, transfer, self._backend.digest(memory) if verify else None
 
-    def settle(self) -> None:
+    def wait_verified(self) -> None:
         """Wait until what was sent is verified; afterwards the caller's compute stream may read it.
 
         Raises `CorruptionError`: it could not be transferred correctly; `MemoryFaultError`: it changed in host memory
@@ -70,7 +70,7 @@ class Landing:
             (left, found), self._leaving = self._leaving, None
             self._require(left, found)
         try:
-            self._ladder.finish(transfer, self.memory[: content.nbytes], arrived)
+            self._retries.finish(transfer, self.memory[: content.nbytes], arrived)
         except SourceChangedError as error:
             raise MemoryFaultError(f"streamed weights changed in host memory: {content.name}", ADVICE) from error
         self._holds = content if transfer.verify else None

@@ -1,4 +1,4 @@
-"""The retry ladder: after a mismatch the damage is examined and the data is sent again in ever simpler ways."""
+"""The retry policy: after a mismatch the damage is examined and the data is sent again in ever simpler ways."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def likely_causes(damage: Damage, device_type: str) -> list[str]:
     ]
 
 
-class Ladder:
+class RetryPolicy:
     """Recovers transfers in place, and keeps a route that repeatedly worked: ``route``, that of first attempts."""
 
     def __init__(self, backend: Backend, sender: Sender, session: Session) -> None:
@@ -87,7 +87,7 @@ class Ladder:
                     self._recent.extend(heads)
         if transfer.ticket is not None:
             self._backend.hand_out(buffer, transfer.ticket)
-        transfer.settled = True
+        transfer.is_done = True
         nbytes = sum(segment.nbytes for segment in transfer.segments)
         origin = transfer.origin or own_origin(transfer.stage)
         self._report.crossed("to_device", origin, nbytes, verified=transfer.verify)
@@ -142,8 +142,8 @@ class Ladder:
             if self._helped[route.name] >= _KEPT_AFTER and route.name != RUNGS[0].name:
                 self.route = route
 
-    def _fail(self, transfer: Transfer, findings: Findings, rung: str, outcome: str, why: str) -> None:
-        self._tell(transfer, findings, rung, outcome)
+    def _fail(self, transfer: Transfer, findings: Findings, retry: str, outcome: str, why: str) -> None:
+        self._tell(transfer, findings, retry, outcome)
         segment, difference = findings[0]
         causes = likely_causes(difference, self._backend.device.type)
         more = f" (and {len(findings) - 1} more tensors)" if len(findings) > 1 else ""
@@ -153,11 +153,11 @@ class Ladder:
             f"{segment.nbytes}, and {why}. Seen with: {'; '.join(causes)}. It was not used; run the doctor"
         )
 
-    def _tell(self, transfer: Transfer, findings: Findings, rung: str, outcome: str) -> None:
+    def _tell(self, transfer: Transfer, findings: Findings, retry: str, outcome: str) -> None:
         for segment, found in findings:
             row = {**self._where(transfer, segment), **found.for_report()}
             row["causes"] = likely_causes(found, self._backend.device.type)
-            self._report.incident({**row, "rung": rung, "outcome": outcome})
+            self._report.incident({**row, "retry": retry, "outcome": outcome})
 
     def _where(self, transfer: Transfer, segment: Segment) -> dict[str, Any]:
         row: dict[str, Any] = {"step": self._session.step, "stage": transfer.stage, "tensor": segment.name}
