@@ -61,6 +61,7 @@ from hf_rocm_tune.models.quantised import (
     keep_trainable_on_cpu,
     require_bitsandbytes,
     require_quantised,
+    require_right_on_cpu,
 )
 from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
 from hf_rocm_tune.models.streamed import Streamed
@@ -249,6 +250,7 @@ def load_model(
         note_on_host(model, mover)
         Streamer(model, streamed, mover)
     place(model, mover, loaded=True)
+    require_right_on_cpu(model, source.name)
     note_computed(model, mover)
     keep_trainable_on_cpu(model)
     note_files(model, info["unexpected_keys"], mover)

@@ -114,6 +114,29 @@ def require_quantised(model: nn.Module, name: str) -> None:
             )
 
 
+def require_right_on_cpu(model: nn.Module, name: str) -> None:
+    """Refuses 4-bit weights that bitsandbytes' code for CPUs dequantises wrongly.
+
+    Seen with bitsandbytes 0.50.2 where the values of a row are no multiple of a block; other widths are not looked at.
+    """
+    seen = set[int]()
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        state = getattr(weight, "quant_state", None)
+        if state is None or weight is None or weight.device.type != "cpu":
+            continue
+        rows, columns = state.shape[0], state.shape[-1]
+        if columns % state.blocksize == 0 or columns in seen:
+            continue
+        seen.add(columns)
+        part, wanted = next(rows_of_4_bit(weight.data, state, lambda each: each, [slice(0, min(rows, 8))]))
+        if not torch.allclose(dequantised(module)[part].float(), wanted, atol=0.02 * float(wanted.abs().max())):
+            raise UsageError(
+                f"model {name}: on a CPU this bitsandbytes dequantises {path}.weight wrongly, whose rows of {columns} "
+                f"values are no multiple of its blocks of {state.blocksize}: use a GPU, or leave out --load_in_4bit"
+            )
+
+
 def keep_trainable_on_cpu(model: nn.Module) -> None:
     """Stops bitsandbytes from repacking 4-bit weights on a CPU with AVX512-BF16.
 

@@ -507,6 +507,11 @@ class _Rule:
         stored = float(torch.finfo(sample.parameter.dtype).eps)
         return stored, max(_SINGLE, 0.0 if self.fused or sample.group.get("fused") else stored)
 
+    def spacing(self, sample: _Sample) -> float:
+        """The distance of two neighbours near zero, where it is absolute: 6e-8 in float16, 9e-41 in bfloat16."""
+        info = torch.finfo(sample.parameter.dtype)
+        return max(2 * float(info.smallest_normal) * float(info.eps), _TINY)
+
     def judged(
         self, sample: _Sample, step: int, p: Any, g: Any, old: Mapping[str, Any], made_p: Any, made: Mapping[str, Any]
     ) -> list[_Moved]:
@@ -520,12 +525,13 @@ class _Rule:
             before = old["momentum_buffer"]
             buffer = g if before is None else momentum * before + (1 - group["dampening"]) * g
             size = size + (0.0 if before is None else momentum * np.abs(before))
-            bound = (2 * stored + 8 * computed) * size + _TINY
+            bound = (2 * stored + 8 * computed) * size + self.spacing(sample)
             moments = [_Moved("its momentum", made["momentum_buffer"], buffer, bound)]
             moved = g + momentum * buffer if group["nesterov"] else buffer
             size = size * (1 + momentum)
         wanted = p - lr * moved
-        bound = 2 * stored * (np.abs(p) + np.abs(wanted)) + (2 * stored + 16 * computed) * lr * size + _TINY
+        bound = 2 * stored * (np.abs(p) + np.abs(wanted)) + (2 * stored + 16 * computed) * lr * size
+        bound = bound + (1 + lr) * self.spacing(sample)
         return [*moments, _Moved("the weight", made_p, wanted, bound)]
 
 
@@ -569,8 +575,12 @@ class _Adam(_Rule):
         rounding = 16 * computed * (np.abs(change) + lr * abs(decay) * np.abs(p)) + 8 * computed * rate * size / root
         rounding = rounding + rate * off_m / root + (off[0] + off[1] + share) * np.abs(change)
         rounding = rounding + (lr * abs(decay) * np.abs(change) if self.own_decay else 0.0)  # decayed before or after
+        if computed > _SINGLE:  # its moments are stored before they are used, and may be too small for their dtype
+            spacing = self.spacing(sample)
+            least = np.sqrt(np.maximum(new_v - spacing, 0) / (1 - second**step)) + group["eps"]
+            rounding = rounding + rate * (np.abs(new_m) + spacing) / least - np.abs(change)
         wanted = kept - change
-        bound = 2 * stored * (np.abs(p) + np.abs(wanted)) + rounding + _TINY
+        bound = 2 * stored * (np.abs(p) + np.abs(wanted)) + rounding + self.spacing(sample)
         return [
             *self.judged_moments(sample, made, (new_m, off_m), (new_v, off_v), size),
             _Moved("the weight", made_p, wanted, bound),
@@ -582,11 +592,13 @@ class _Adam(_Rule):
         """Of the moments and of how far each may be off by its decay's rounding."""
         (m, off_m), (v, off_v) = new_m, new_v
         stored, computed = self.roundings(sample)
-        stored = min(stored, _SINGLE) if self.fused else stored  # bitsandbytes' are in float32
+        least = self.spacing(sample)
+        if self.fused:  # bitsandbytes' are in float32
+            stored, least = min(stored, _SINGLE), _TINY
         first, second = (made[name] for name in self.states)
         return [
-            _Moved("its first moment", first, m, (2 * stored + 8 * computed) * size + off_m + _TINY),
-            _Moved("its second moment", second, v, (4 * stored + 16 * computed) * v + off_v + _TINY),
+            _Moved("its first moment", first, m, (2 * stored + 8 * computed) * size + off_m + least),
+            _Moved("its second moment", second, v, (4 * stored + 16 * computed) * v + off_v + least),
         ]
 
 

@@ -386,3 +386,11 @@ def test_four_bit_where_bitsandbytes_cannot_be_imported(bench: Bench) -> None:
     line = the_line(_real(["hf_rocm_tune.sft", *bench.argv("--load_in_4bit")], bench.room, PYTHONPATH=path))
     assert "--load_in_4bit" in line and "bitsandbytes" in line and "install" in line
     assert fingerprint(bench.output) == {}
+
+
+def test_widths_that_bitsandbytes_dequantises_wrongly_on_a_cpu_are_refused_at_the_load(
+    bench: Bench, scratch: Path
+) -> None:
+    model = tiny.build("llama3", scratch / "models", intermediate_size=208)
+    line = bench.refused("--load_in_4bit", model_name_or_path=model)
+    assert "down_proj.weight" in line and "208" in line and "use a GPU, or leave out --load_in_4bit" in line

@@ -80,15 +80,17 @@ TORCH = [
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("kind", "options"), TORCH)
 def test_clean_updates_raise_no_alarm(
     kind: type[torch.optim.Optimizer], dtype: torch.dtype, options: dict[str, Any], seed: int
 ) -> None:
-    if options.get("fused") and "momentum" in options and dtype == torch.bfloat16:
-        pytest.skip("torch 2.13's fused SGD on a CPU gives wrong momenta in bfloat16, which the check has found")
+    if options.get("fused") and "momentum" in options and dtype in (torch.bfloat16, torch.float16):
+        pytest.skip("torch 2.13's fused SGD on a CPU gives wrong momenta in 16 bits, which the check has found")
+    if dtype == torch.float16 and kind is not torch.optim.SGD and not options.get("fused"):
+        pytest.skip("an eps of 1e-8 is zero in float16, so that torch itself divides by zero")
     torch.manual_seed(seed)
-    for size in (1.0, 1e-8, 1e6):
+    for size in (0.1, 1e-3, 1e-5) if dtype == torch.float16 else (1.0, 1e-8, 1e6):  # within its range
         optimizer = kind(parameters(dtype), **{"lr": 1e-3, **options})  # type: ignore[call-arg]
         checks = watched(optimizer)
         assert checks.refusal is None
