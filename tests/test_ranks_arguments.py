@@ -25,7 +25,7 @@ from hf_rocm_tune.survive.run_directory import deciding_settings
     ],
 )
 def test_the_user_s_word_counts_before_the_preflight_s(asked: str, found: str | None, way: str) -> None:
-    assert RanksArguments(grad_sync=asked).sync(found).way == way  # type: ignore[arg-type]
+    assert RanksArguments(grad_sync=asked).sync(found).method == way  # type: ignore[arg-type]
 
 
 def test_a_process_group_of_rccl_is_refused_where_the_host_averages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from hf_rocm_tune.foreign import read_json
 from hf_rocm_tune.paths import expand_user
 
 _NAME = "torchvision"
@@ -82,6 +81,8 @@ def is_of_text(model: str) -> bool:
         directory = _directory(base)
     if directory is None or any((directory / name).is_file() for name in _PROCESSORS):
         return False
+    from hf_rocm_tune.foreign import read_json  # its YAML is not needed to look at what is installed
+
     try:
         config = read_json(directory / "config.json")
     except (OSError, ValueError):
@@ -91,6 +92,8 @@ def is_of_text(model: str) -> bool:
 
 def _base_of(adapter: Path) -> str | None:
     """The base that an adapter names."""
+    from hf_rocm_tune.foreign import read_json
+
     try:
         config = read_json(adapter / _ADAPTER)
     except (OSError, ValueError):

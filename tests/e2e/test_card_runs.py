@@ -34,6 +34,7 @@ FROM_CARD = {
     "transformers/trainer.py:Trainer._maybe_log_save_evaluate": "the loss, to be logged",
     "transformers/trainer.py:Trainer._finalize_training": "the mean loss",
     "transformers/trainer.py:Trainer.store_flos": "floating point operations, counted",
+    "trainer/sft_trainer.py:SFTTrainer.compute_loss": "metrics of an epoch's last batch, where that is cut",
     "transformers/trainer_pt_utils.py:nested_numpify": "losses of an evaluation",
     "transformers/masking_utils.py:_ignore_causal_mask_sdpa": "whether a mask masks nothing",
     "train/guard.py:TrainingGuard.require_finite": "whether a weight is finite",
