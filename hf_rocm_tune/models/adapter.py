@@ -68,7 +68,11 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, save
 
 def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
     """The targets, with ``all-linear`` as the names of the linear layers beside those of `kept_out`, if it has any."""
-    if targets != ALL_LINEAR or not (kept := kept_out(model)):
+    if targets != ALL_LINEAR:
+        return targets
+    kept = kept_out(model)
+    has_experts = any(True for _ in experts_of(model))  # PEFT adapts them for "all-linear", though they are no layers
+    if not kept and not has_experts:
         return targets
     names = {name for each in kept.values() for name in each}
     return [name for name in adaptable(model) if name not in names]

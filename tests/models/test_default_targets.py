@@ -36,6 +36,9 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
         {"wq_b", "wk", "weights_proj"},
         {"q_a_proj", "q_b_proj", "o_proj"},
     ),
+    # none of their linear layers is left out, and PEFT would adapt the experts, which are no layers
+    "Qwen3MoeConfig": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, set(), {"q_proj"}),
+    "MixtralConfig": ({"num_local_experts": 4, "num_experts_per_tok": 2}, set(), {"q_proj"}),
     "LlamaConfig": ({}, set(), set()),
 }
 
