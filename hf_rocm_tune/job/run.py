@@ -39,6 +39,7 @@ from hf_rocm_tune.job import announce, preview, rows
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
 from hf_rocm_tune.job.refusals import check, check_adapter, check_rewards, check_router_loss, decide, reward_functions
 from hf_rocm_tune.machine.process import check_world, several_machines
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, kept_out, target_names
 from hf_rocm_tune.models.factory import (
     ModelSource,
@@ -494,6 +495,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             "loading this model draws random numbers, from which TRL's adapter would go on; here the seed is set again "
             "after it: with the same seed the adapter starts from other values than TRL's"
         )
+    _fit_checkpointing(job, model)
     model, peft_config = _adapted(job, model)
     extra: dict[str, Any] = {}
     if job.arguments.method in ("dpo", "kto") and not job.arguments.model.use_peft:
@@ -551,6 +553,22 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         data=tuple(each.to_dict() for each in summaries.values()),
     )
     return trainer, facts
+
+
+def _fit_checkpointing(job: Job, model: Any) -> None:
+    """Turns activation checkpointing off, TRL's default, for a model that cannot do it.
+
+    Raises:
+        UsageError: the user has asked for it.
+    """
+    training = job.arguments.training
+    if not recompute.is_chosen(training) or getattr(model, "supports_gradient_checkpointing", True):
+        return
+    name = type(model).__name__
+    if {"activation_checkpointing", "gradient_checkpointing"} & {*job.arguments.given}:
+        raise UsageError(f"--gradient_checkpointing: {name} does not support it: leave it out")
+    recompute.choose(training, on=False)
+    announce.say(f"{name} does not support gradient checkpointing: activations are kept, not recomputed")
 
 
 def _trainer_settings(job: Job) -> TrainerSettings:

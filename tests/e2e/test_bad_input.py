@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
@@ -394,3 +395,17 @@ def test_widths_that_bitsandbytes_dequantises_wrongly_on_a_cpu_are_refused_at_th
     model = tiny.build("llama3", scratch / "models", intermediate_size=208)
     line = bench.refused("--load_in_4bit", model_name_or_path=model)
     assert "down_proj.weight" in line and "208" in line and "use a GPU, or leave out --load_in_4bit" in line
+
+
+def test_a_model_without_gradient_checkpointing_trains_without_it_and_the_flag_is_refused(
+    bench: Bench, scratch: Path
+) -> None:
+    config = GPTNeoXJapaneseConfig(vocab_size=512, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    model, tokenizer = scratch / "models" / "japanese", tiny.build_tokenizer()
+    config.pad_token_id = tokenizer.pad_token_id
+    GPTNeoXJapaneseForCausalLM(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    line = bench.refused("--gradient_checkpointing", model_name_or_path=model)
+    assert line == "--gradient_checkpointing: GPTNeoXJapaneseForCausalLM does not support it: leave it out"
+    trained = bench.server.run(*bench.argv(model_name_or_path=model, save_strategy="no"))
+    assert trained.code == 0 and "does not support gradient checkpointing: activations are kept" in trained.stdout
