@@ -19,7 +19,7 @@ from hf_rocm_tune.transfer.damage import POISON, Damage, examine
 from hf_rocm_tune.transfer.raw_bytes import as_bytes
 from hf_rocm_tune.transfer.report import own_origin
 
-RUNGS = (
+ROUTES = (
     Route("same_copy"),
     Route("fresh_slot", staging="fresh"),
     Route("synchronous", blocking=True),
@@ -107,14 +107,14 @@ class RetryPolicy:
         self._report.add(transfer.stage, mismatches=len(findings))
         if self._session.settings.on_corruption == "stop":
             self._fail(transfer, findings, "first_copy", "stopped", "--on_corruption stop is set")
-        for attempt, route in enumerate(RUNGS, start=1):
+        for attempt, route in enumerate(ROUTES, start=1):
             self._backend.fill(buffer, POISON)
             self._sender.send(transfer, buffer, route, attempt=attempt)
             if transfer.matches(self._backend.digest(buffer).result()):
                 self._recovered(transfer, findings, route)
                 return
         last = self._differences(transfer, buffer)
-        self._fail(transfer, last, RUNGS[-1].name, "failed", "all five retry strategies failed")
+        self._fail(transfer, last, ROUTES[-1].name, "failed", "all five retry strategies failed")
 
     def _check_sources(self, transfer: Transfer) -> None:
         for segment in transfer.segments:
@@ -139,7 +139,7 @@ class RetryPolicy:
         self._report.add(transfer.stage, recovered=len(findings))
         with self._lock:
             self._helped[route.name] += 1
-            if self._helped[route.name] >= _KEPT_AFTER and route.name != RUNGS[0].name:
+            if self._helped[route.name] >= _KEPT_AFTER and route.name != ROUTES[0].name:
                 self.route = route
 
     def _fail(self, transfer: Transfer, findings: Findings, retry: str, outcome: str, why: str) -> None:
