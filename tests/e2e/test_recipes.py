@@ -146,9 +146,9 @@ def tiny_version(name: str, model_of: Callable[[str], Path], scratch: Path) -> P
 
 OWN = [
     *(pytest.param(name, kind_of(name), id=f"{name}-chats") for name in SINGLE),
-    *(pytest.param(SINGLE[0], kind, id=f"{SINGLE[0]}-{kind}") for kind in ("text", "alpaca")),
+    *(pytest.param("llama_1b_lora", kind, id=f"llama_1b_lora-{kind}") for kind in ("text", "alpaca")),
 ]
-OFTEN = {"qwen_8b_qlora-chats", "qwen_8b_dpo_qlora-chats", f"{SINGLE[0]}-text"}
+OFTEN = {"qwen_8b_qlora-chats", "qwen_8b_dpo_qlora-chats", "llama_1b_lora-text"}
 
 
 @pytest.mark.parametrize(
