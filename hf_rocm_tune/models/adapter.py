@@ -67,12 +67,12 @@ def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, save
 
 
 def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
-    """The targets, with ``all-linear`` as the names of the linear layers beside those of `kept_out`, if it has any."""
+    """The targets; of a model with experts or with layers in `kept_out`, ``all-linear`` as the names of the others."""
     if targets != ALL_LINEAR:
         return targets
     kept = kept_out(model)
-    has_experts = any(True for _ in experts_of(model))  # PEFT adapts them for "all-linear", though they are no layers
-    if not kept and not has_experts:
+    # PEFT adapts experts for "all-linear" where they are parameters, too, and not only linear layers
+    if not kept and not any(True for _ in experts_of(model)):
         return targets
     names = {name for each in kept.values() for name in each}
     return [name for name in adaptable(model) if name not in names]

@@ -14,21 +14,17 @@ if TYPE_CHECKING:
 EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
 
-class FirstCallback(TrainerCallback):
-    """Calls ``before`` with the name of each event. Takes no decision: upstream's control stays as it is."""
+class EventCallback(TrainerCallback):
+    """Calls ``tell`` with the name of each event. Takes no decision: upstream's control stays as it is."""
 
-    def __init__(self, before: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None]) -> None:
         for event in EVENTS:
-            setattr(self, event, partial(_call, before, event))
-
-
-class LastCallback(FirstCallback):
-    """The same after all others."""
+            setattr(self, event, partial(_call, tell, event))
 
 
 def surround(trainer: Trainer, before: Callable[[str], None], after: Callable[[str], None]) -> None:
     """Calls ``before`` and ``after`` around all callbacks of the trainer, also those that are added later."""
-    callbacks, last = trainer.callback_handler.callbacks, LastCallback(after)
+    callbacks, last = trainer.callback_handler.callbacks, EventCallback(after)
 
     def begin(event: str) -> None:
         if callbacks[-1] is not last:  # one was added; a list may be changed behind the place where it is read
@@ -36,7 +32,7 @@ def surround(trainer: Trainer, before: Callable[[str], None], after: Callable[[s
             callbacks.append(last)
         before(event)
 
-    callbacks.insert(0, FirstCallback(begin))
+    callbacks.insert(0, EventCallback(begin))
     callbacks.append(last)
 
 

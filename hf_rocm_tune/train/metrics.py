@@ -47,7 +47,7 @@ class Deferred:
         return found
 
     def item(self) -> Deferred:
-        return _Read(self)
+        return _Number(self)
 
     def __gt__(self, other: Any) -> bool:
         """Only for TRL, which asks whether a count is above 0 before it divides by it: `_ratio` checks that later."""
@@ -126,7 +126,7 @@ class _Leaf(Deferred):
         self.tensor = tensor.detach()  # its graph would keep all activations alive
 
 
-class _Read(Deferred):
+class _Number(Deferred):
     """The number in a tensor of one element."""
 
     def __init__(self, tensor: Deferred) -> None:
@@ -218,7 +218,7 @@ def evaluate_deferred(figures: Iterable[Any]) -> None:
             found[id(figure)] = figure
             pending += [part for part in figure.parts if isinstance(part, Deferred)]
     _gather([each for each in found.values() if isinstance(each, _Leaf)])
-    reads = [each for each in found.values() if isinstance(each, _Read)]
+    reads = [each for each in found.values() if isinstance(each, _Number)]
     if reads:
         tensors = [each.parts[0].value().reshape(()) for each in reads]
         numbers = torch.stack([one.double() for one in tensors]).tolist()  # exact for float32, and counts below 2^53
