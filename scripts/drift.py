@@ -9,7 +9,8 @@ the oldest of each, the newest of each, mixtures, and upstream's main branches (
 puts another torch in front, too. In each of them run: all imports and seams, the tests of the rooms `models` and
 `train`, those of experts in 4 bit, and a LoRA and a QLoRA run with injected faults on the simulated card, which is
 built against that torch (on a processor nothing crosses). A build of torch for CUDA or ROCm has a card type of its own,
-so there these two runs are on the processor, where the same engine serves the batches. ``--sample`` takes some files of
+so there these two runs are on the processor, where the same engine serves the batches; it is installed without the
+vendor's libraries, and empty ones of their names let it start. ``--sample`` takes some files of
 each room. Results are kept in benchmarks/results/compatibility.json by environment, so that one may be run at a time;
 each takes about ten minutes on two cores. ``--cells`` runs some of them, and keeps the others if the versions are the
 same. torch comes from PyTorch's index of CPU builds where that can be reached, otherwise from the index that pip knows.
@@ -153,7 +154,10 @@ def environment(
     if torch is not None and not (front / "torch").exists():
         cpu_build = [*pip, "--retries", "0", "--timeout", "15", "--index-url", CPU_BUILDS, f"torch=={torch}"]
         if subprocess.run(cpu_build, check=False).returncode:
-            subprocess.run([*pip, f"torch=={torch}"], check=True)
+            subprocess.run([*pip, "--no-deps", f"torch=={torch}"], check=True)
+            subprocess.run(
+                [sys.executable, ROOT / "scripts" / "empty_libraries.py", front / "torch" / "lib"], check=True
+            )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(front), str(ROOT)]), "TOKENIZERS_PARALLELISM": "false"}
     versions = json.loads(
         subprocess.run(
@@ -380,8 +384,8 @@ A ceiling is raised when `make drift` is green with the new release: first `TEST
 this page. TRL 1.15 is left out: its loss needs Triton on every device. With TRL below 1.15 `--one_pass_loss` is off and
 losses agree with those of TRL 1.16 to 3e-5, not to the bit: it is TRL's own loss.
 
-Builds of torch for CUDA (those of 2.10, 2.11, 2.14 and 2.15 here) ran on a processor, with empty libraries in place of
-CUDA's: the runs with faults are on the processor there.
+Builds of torch for CUDA (those of 2.10, 2.11, 2.14 and 2.15 here) ran on a processor, with empty libraries in place
+of CUDA's (`scripts/empty_libraries.py`): the runs with faults are on the processor there.
 
 With one library varied at a time and the others as tested (by hand, 2026-11-28, a CPU, up to ten runs each): torch
 2.10.0 and 2.14.1, accelerate 1.13.0 and 1.14.0, bitsandbytes 0.50.0, PEFT 0.20.0, transformers 5.19.0 and 5.24.0 gave
