@@ -4,7 +4,7 @@
 
 For each library that torch's own need and that is not on this machine, one of that name is compiled. It defines the
 names that torch expects of it, in the versions that it expects. Those of the runtime answer that there is no device;
-whoever calls another ends in a message and an abort. So `make drift` (scripts/drift.py) tries versions of which no build
+whoever calls another ends in a message and an abort. So `make drift` tries versions of torch of which no build
 for processors can be had.
 """
 
