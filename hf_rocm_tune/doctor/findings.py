@@ -111,6 +111,12 @@ class Evidence:
         return [(device, found.get((device.pci_address or "").lower())) for device in self.devices]
 
     @property
+    def archs(self) -> dict[str, str]:
+        """Architectures of the GPUs for training by address; by torch's name where the kernel lists none, as in WSL."""
+        listed = {gpu.address: gpu.arch for gpu in self.candidates if gpu.arch}
+        return listed if self.candidates else {device.name: device.arch for device in self.devices}
+
+    @property
     def seen_cards(self) -> tuple[TorchDevice, ...]:
         """torch's devices without integrated GPUs."""
         return tuple(device for device, gpu in self.joined if gpu is None or gpu.integrated is not True)

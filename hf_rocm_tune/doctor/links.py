@@ -99,6 +99,9 @@ def _link(evidence: Evidence, gpu: Gpu) -> Finding:
         for link in gpu.upward.links
     ]
     fix = "move the card to a slot of the processor, and check the BIOS settings of its lanes and its generation"
+    if rate < X8_GB_S and gpu.upward.links[0].whole and slowest.where == gpu.upward.links[0].device:
+        text = f"{text}. The card itself has no more lanes"
+        return ok("link_whole", f"PCIe x{width}, all lanes of the card", text, _RATES, subject=gpu.address, read=read)
     if rate < X4_GB_S:
         text, title = f"{text}. That makes transfers slow, not wrong", f"x{width} link: {rate:.1f} GB/s at most"
         return warn("link_narrow", title, text, fix, _RATES, gpu.address, read)

@@ -123,9 +123,8 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
 
 def _architectures(evidence: Evidence) -> Iterator[Finding]:
     software = evidence.software
-    true = {gpu.address: gpu.arch for gpu in evidence.candidates if gpu.arch}
-    cards = {gpu.address for gpu in evidence.cards}
-    if not evidence.candidates or software.build != "rocm":
+    true, cards = evidence.archs, {gpu.address for gpu in evidence.cards}
+    if not (evidence.candidates or evidence.devices) or software.build != "rocm":
         return
     for device, gpu in evidence.joined:
         related = gpu is not None and _RDNA2.fullmatch(gpu.arch or "") and device.arch == "gfx1030"
@@ -244,9 +243,9 @@ def _rocm_at(directory: str, files: Files) -> tuple[int, ...]:
 def _training_resets(evidence: Evidence) -> Iterator[Finding]:
     """RDNA4 cards, which AMD and owners report to reset in fine-tuning with hipBLASLt."""
     variable, software = "TORCH_BLAS_PREFER_HIPBLASLT", evidence.software
-    cards = [gpu for gpu in evidence.candidates if (gpu.arch or "").startswith("gfx120")]
+    affected = any(arch.startswith("gfx120") for arch in evidence.archs.values())
     hip = _version(software.hip_version)
-    if software.build != "rocm" or not cards or hip is None or hip.release[:2] < (7, 2):
+    if software.build != "rocm" or not affected or hip is None or hip.release[:2] < (7, 2):
         return
     source = "TheRock#7699; legacy-rocm-build#6413; rocm-libraries#7992"
     if evidence.environ.get(variable) == "0":
@@ -316,7 +315,7 @@ def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
                    f"use a torch build with one of {listed}, or train without quantisation", source)  # fmt: skip
     else:
         taken, file = next((one for one in reversed(same) if one[0] <= (hip.major, hip.minor)), same[0])
-        if taken == (6, 4) and any(gpu.arch == "gfx1100" for gpu in evidence.candidates):
+        if taken == (6, 4) and "gfx1100" in evidence.archs.values():
             yield warn("bnb_rocm64", "4-bit products were reported wrong with this library on gfx1100",
                        f"{title} loads {file} here. Two owners of gfx1100 cards got wrong products of 4-bit weights "
                        "with it; its machine code, executed by this project's interpreter, is 12 per cent off",
@@ -358,7 +357,7 @@ def _tested(evidence: Evidence) -> Iterator[Finding]:
             yield fail("version_missing", f"{name} is not installed", "training needs it", _install(name), _OURS, name)
         elif version is None or not _is_wanted(required, version, tested):
             right = False
-            known = [gpu.arch for gpu in evidence.candidates if gpu.arch] or [one.arch for one in evidence.devices]
+            known = evidence.archs.values()
             affected = not known or any(arch.startswith(archs) for arch in known)
             harmful = harm and version and version.release < Version(below).release and affected
             harmful = harmful and evidence.software.build == "rocm"

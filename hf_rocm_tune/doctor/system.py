@@ -22,12 +22,36 @@ _IDS = re.compile(r"sys/bus/pci/devices(/[^/]+/(class|vendor|device))?")
 _IN_WHEELS = ("gfx1150", "gfx1151")
 _UNMAPPED = frozenset({"nogroup", "nobody", "65534"})
 """Groups as which a container shows those of the host that it does not map."""
+_UNMAPPED_WAYS = {
+    "podman": "Podman: start it with `--group-add keep-groups`, as a user of the host's group render (distrobox: "
+    '`--additional-flags "--group-add keep-groups"`)',
+    "lxc": "LXC: pass the device with a group of the container (Proxmox: `dev0: /dev/kfd,gid=GID` with GID of `getent "
+    "group render`; LXD and Incus: `gid=GID` of the device)",
+    "docker": "Rootless Docker: use rootful Docker or podman",
+}
+_PASSED = {
+    "docker": "start a container with `--device /dev/kfd --device /dev/dri`",
+    "podman": "start a container with `--device /dev/kfd --device /dev/dri`",
+    "apptainer": "start it with `--rocm`, which passes them and ROCm's libraries",
+    "lxc": "pass both. Proxmox: `dev0: /dev/kfd,gid=GID` and `dev1: /dev/dri/renderD128,gid=GID` with the container's "
+    "GID of `getent group render`; LXD and Incus: a device of type `gpu`, and /dev/kfd as one of type `unix-char`",
+    "systemd-nspawn": "start it with `--bind /dev/kfd --bind /dev/dri`, and allow char-kfd and char-drm with "
+    "`DeviceAllow=` of its unit",
+    "kubernetes": "request `amd.com/gpu: 1` under the container's `resources.limits`; AMD's device plugin passes them",
+}
+"""How a container tool passes the device nodes."""
+_SHARED = {
+    "docker": "start the container with `--ipc=host` or `--shm-size 8g`",
+    "kubernetes": "mount an `emptyDir` with `medium: Memory` at /dev/shm",
+    "lxc": "mount a larger tmpfs at /dev/shm (`lxc.mount.entry`, or /etc/fstab in it)",
+}
 _OVERDRIVE = 1 << 14  # PP_OVERDRIVE_MASK (amd_shared.h)
 
 
-def in_wheels(gpu: Gpu) -> bool:
-    """Whether wheels of torch have code for an integrated GPU; True for a card, whose check is `arch`."""
-    return gpu.integrated is not True or gpu.arch in _IN_WHEELS
+def in_wheels(gpu: Gpu, built: Sequence[str] | None = None) -> bool:
+    """Whether wheels of torch, or the one that is installed with code for these architectures, have code for an
+    integrated GPU; True for a card, whose check is `arch`."""
+    return gpu.integrated is not True or gpu.arch in _IN_WHEELS or gpu.arch in (built or ())
 
 
 # ---- cards and access -------------------------------------------------------------------------------------------
@@ -55,7 +79,7 @@ def _driver(evidence: Evidence) -> Iterator[Finding]:
         yield ok("driver_ok", "amdgpu", text, _PREREQUISITES)
     for gpu in () if evidence.cards else machine.amd:
         if gpu.integrated:
-            known = in_wheels(gpu)
+            known = in_wheels(gpu, evidence.software.arch_list)
             text = "not tested by this project" if known else "the wheels of pytorch.org have no code for it"
             yield (note if known else warn)(
                 "no_card", "No card, only the processor's own GPU",
@@ -89,6 +113,12 @@ def _without_amd(evidence: Evidence) -> Finding:
 def _in_wsl(evidence: Evidence) -> Finding:
     """In WSL the kernel lists no card: only torch can tell whether there is one."""
     source, card = "ROCm docs: WSL", "/dev/dxg is there, so Windows passes a card"
+    if not evidence.machine.dxg and evidence.machine.container:
+        return warn("wsl_container", "This container has no /dev/dxg",
+                    f"in WSL a card is reached through /dev/dxg, which was not passed to this container "
+                    f"({evidence.machine.container})",
+                    "start it with `--device /dev/dxg` and WSL's libraries, as AMD's page says; if /dev/dxg is missing "
+                    "outside of it too, Windows shares no GPU with WSL", source)  # fmt: skip
     if not evidence.machine.dxg:
         return warn("wsl_no_card", "WSL passes no card", "/dev/dxg does not exist: Windows shares no GPU with WSL",
                     "install AMD's driver for WSL in Windows, run `wsl --update` and `wsl --shutdown`, and start it "
@@ -130,9 +160,11 @@ def _permissions(evidence: Evidence) -> Iterator[Finding]:
     missing = " and ".join(kind for kind in kinds if not any(path.startswith(kind.strip("*")) for path in there))
     refused = {path: group for path, (usable, group) in evidence.machine.device_nodes.items() if not usable}
     if missing:
-        yield fail("device_nodes_missing", f"{missing} does not exist",
-                   f"the kernel lists {count} GPU(s) for computing, and the device nodes that ROCm opens are not here",
-                   "start a container with `--device /dev/kfd --device /dev/dri`; outside of one, check that udev runs",
+        container = evidence.machine.container
+        fix = _PASSED.get(container or "", f"outside of a container, check that udev runs; {_PASSED['docker']}")
+        yield fail("device_nodes_missing", f"{missing} {'do' if ' and ' in missing else 'does'} not exist",
+                   f"the kernel lists {count} GPU(s) for computing, and the device nodes that ROCm opens are not "
+                   f"here{f', in a container ({container})' if container else ''}", fix,
                    "ROCm docs: Docker; ROCm docs: prerequisites")  # fmt: skip
     if refused:
         groups = list(dict.fromkeys(refused.values()))
@@ -153,12 +185,12 @@ def _fix_of_permissions(groups: Sequence[str], container: str | None) -> str:
             "start it with `--rocm`"
         )
     if _UNMAPPED & set(groups):
-        return (
-            "the host's group does not exist in this container, so that adding it by name has no effect. Podman: start "
-            "it with `--group-add keep-groups`, as a user of the host's group render. LXC: pass the device with a "
-            "group of the container (Proxmox: `dev0: /dev/kfd,gid=GID` with GID of `getent group render`). Rootless "
-            "Docker: use rootful Docker or podman"
-        )
+        known = [way for tool, way in _UNMAPPED_WAYS.items() if container in (tool, None)]
+        ways = ". ".join(known or _UNMAPPED_WAYS.values())
+        return f"the host's group does not exist in this container, so that adding it by name has no effect. {ways}"
+    if container == "kubernetes":
+        ids = ", ".join(group for group in groups if group.isdecimal()) or "the GID of the host's group render"
+        return f"add `supplementalGroups: [{ids}]` to the pod's `securityContext`, or run it as root"
     if set(groups) <= {"root"}:
         if container in (None, "docker", "podman", "apptainer"):
             where = "on the host" if container else "here"
@@ -377,7 +409,7 @@ def _memory(evidence: Evidence) -> Iterator[Finding]:
     if shm is not None and shm < _GIB:  # our own bound; Docker's default of 64 MiB is too little for loader workers
         yield warn("shm_small", "Little shared memory",
                    f"/dev/shm holds {shm >> 20} MiB; loader workers die of a bus error when it is full",
-                   "start the container with `--ipc=host` or `--shm-size 8g`, or keep `--dataloader_num_workers 0`",
+                   f"{_SHARED.get(machine.container or '', _SHARED['docker'])}, or keep `--dataloader_num_workers 0`",
                    source)  # fmt: skip
     elif shm is not None:
         yield ok("shm_ok", f"{shm / _GIB:.0f} GiB of /dev/shm", "enough for loader workers", source)

@@ -122,6 +122,7 @@ class Link(NamedTuple):
     width: int | None  # lanes in use
     able: float | None  # the speed that both ends are able to reach
     answers: bool = True  # False: all bits of its status read as ones, as of a device that is gone or without power
+    whole: bool = False  # the lower end has no more lanes and no higher speed: a card may have eight or four lanes
 
 
 class Upward(NamedTuple):
@@ -203,7 +204,8 @@ def _link(files: Files, lower: str, upper: str | None) -> Link:
     limits = [limit for end in (lower, upper) if end and (limit := speed(end, "max")) is not None]
     # A link that runs faster than the stated maximum of one end is able to do what it does.
     able = max(min(limits), current or 0.0) if limits else current
-    return Link(lower, current, width, able, answers=files.text(path) != _ALL_ONES)
+    own = parse_int(files.text(f"{DEVICES}/{lower}/max_link_width") or ""), speed(lower, "max")
+    return Link(lower, current, width, able, files.text(path) != _ALL_ONES, None not in own and (width, able) == own)
 
 
 # ---- sensors -------------------------------------------------------------------------------------------------------

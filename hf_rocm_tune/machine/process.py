@@ -29,10 +29,12 @@ OURS = "HIP_VISIBLE_DEVICES"
 MARK = "HF_ROCM_TUNE_VISIBLE_SET"
 """Marks a choice of our parent process, which a child (a rank, a loader worker) must not take for the user's."""
 
-# gfx1036: TheRock#5543. gfx1151: Strix Halo, unsloth install.sh. The others: general knowledge, lower confidence.
-_INTEGRATED_ARCHS = frozenset({"gfx90c", "gfx1036", "gfx1103", "gfx1150", "gfx1151"})
+# gfx1036: TheRock#5543. gfx1151: Strix Halo, unsloth install.sh. The others: marked as APU in LLVM's AMDGPUUsage.
+_INTEGRATED_ARCHS = frozenset(
+    f"gfx{name}" for name in ("902", "909", "90c", 1033, 1035, 1036, 1103, 1150, 1151, 1152, 1153)
+)
 # Our own bound: firmware reserves less than this of system memory for a display; no model trains in it.
-_SMALL_VRAM_BYTES = 4 << 30
+_SMALL_VRAM_BYTES = 3 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,8 @@ def visible_nodes(nodes: Sequence[GpuNode], environ: Mapping[str, str]) -> tuple
 
 def visible_archs(topology: Topology, environ: Mapping[str, str]) -> tuple[tuple[str, ...] | None, str]:
     """The architectures of `visible_nodes`; or None, and why they are unknown."""
+    if topology.complete and not topology.nodes:  # as in WSL, where torch may see a card all the same
+        return None, "the kernel lists no GPU"
     seen = visible_nodes(topology.nodes, environ) if topology.complete else None
     if seen is None:
         return None, "; ".join(topology.reasons) or "the filter of visible GPUs is not a plain list of indices"

@@ -24,7 +24,13 @@ from hf_rocm_tune.machine.process import is_integrated
 from hf_rocm_tune.machine.sysfs import Files, parse_int
 
 PARAMETERS = ("pcie_p2p", "runpm", "cwsr_enable", "ppfeaturemask")
-_CONTAINER_FILES = {"run/.containerenv": "podman", ".dockerenv": "docker", ".singularity.d": "apptainer"}
+_CONTAINER_FILES = {
+    "run/secrets/kubernetes.io": "kubernetes",
+    "var/run/secrets/kubernetes.io": "kubernetes",
+    "run/.containerenv": "podman",
+    ".dockerenv": "docker",
+    ".singularity.d": "apptainer",
+}
 _VENDORS = {gpus.AMD: "amd", 0x10DE: "nvidia", 0x8086: "intel"}
 
 

@@ -42,7 +42,11 @@ R9700 = replace(XT_9070, device=0x7551, vram_bytes=32624 * MIB)
 XT_9060 = replace(XT_9070, device=0x7590, gfx_target_version=120000)
 XT_7800 = replace(XT, device=0x747E, revision=0xC8, gfx_target_version=110001, vram_bytes=16368 * MIB, cap_w=263)
 XT_6700 = replace(XT, device=0x73DF, revision=0xC1, gfx_target_version=100301, vram_bytes=12272 * MIB)
+XT_7600 = replace(XT, device=0x7480, revision=0xCF, gfx_target_version=110002, vram_bytes=8176 * MIB, pcie=(16.0, 8))
+XT_6600 = replace(XT_6700, device=0x73FF, gfx_target_version=100302, vram_bytes=8176 * MIB, pcie=(16.0, 8))
+XT_6500 = replace(XT_6600, device=0x743F, gfx_target_version=100304, vram_bytes=4080 * MIB, pcie=(16.0, 4))
 RAPHAEL = Chip(device=0x164E, revision=0xC8, gfx_target_version=100306, vram_bytes=512 * MIB)
+KRACKAN = Chip(device=0x1114, revision=0xC1, gfx_target_version=110502, vram_bytes=512 * MIB)
 STRIX_HALO = Chip(device=0x1586, revision=0xC1, gfx_target_version=110501, vram_bytes=512 * MIB)
 
 
@@ -147,6 +151,11 @@ class Built:
         self._group = group
         return self
 
+    def without_node(self, path: str) -> Built:
+        """A device node that is not there. Call it after cards."""
+        del self.nodes[path]
+        return self
+
     def parameter(self, **values: str) -> Built:
         """Parameters of amdgpu, as they are in force."""
         self.files |= {f"sys/module/amdgpu/parameters/{name}": f"{value}\n" for name, value in values.items()}
@@ -171,6 +180,7 @@ class Built:
     def container(self, *, devices: bool = True, shm_bytes: int = 64 * MIB, tool: str = "docker") -> Built:
         """Put this process in a container; without ``devices``, the nodes are not passed in. Call it after cards."""
         marks = {"docker": ".dockerenv", "podman": "run/.containerenv", "apptainer": ".singularity.d/actions/exec"}
+        marks["kubernetes"] = "var/run/secrets/kubernetes.io/serviceaccount/token"
         self.files[marks.get(tool, "run/systemd/container")] = f"{tool}\n"
         self.process["shm_bytes"] = shm_bytes
         if not devices:

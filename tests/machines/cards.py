@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.machine.trees import GIB, MIB, RAPHAEL, XT_9070, XTX, Built, Readings, Slot
+from tests.machine.trees import GIB, MIB, RAPHAEL, XT_6500, XT_7600, XT_9070, XTX, Built, Readings, Slot
 from tests.machines.case import Case, case, device, pair, stack
 
 HALF = Slot(width=8)
@@ -82,6 +82,42 @@ CARDS: dict[str, Case] = {
         environ={"TORCH_BLAS_PREFER_HIPBLASLT": "0"},
         fine=("card_known", "arch_ok", "link_ok", "hipblaslt_off"),
         says=("Radeon RX 9070 XT", "63.0 GB/s each way by arithmetic")),
+    "a_card_of_eight_lanes": case(Built("AMD's specifications: a RX 7600 has eight lanes").card(XT_7600),
+        software=stack(devices=[device(name="AMD Radeon RX 7600", arch="gfx1102", gib=7.98)]), unknown=("cards",),
+        fine=("link_whole", "arch_ok"), says=("all lanes of the card",), never=("move the card to a slot",)),
+    "a_card_of_four_lanes": case(Built("AMD's specifications: a RX 6500 XT has four lanes").card(XT_6500),
+        software=stack(devices=[device(name="AMD Radeon RX 6500 XT", arch="gfx1034", gib=3.98)]), unknown=("cards",),
+        fail=("arch_related_missing",), fine=("link_whole",), never=("move the card to a slot",)),
+    "a_card_of_eight_lanes_in_four": case(
+        Built("a RX 7600 in a slot of four lanes").card(XT_7600, slot=Slot(width=4)),
+        software=stack(devices=[device(name="AMD Radeon RX 7600", arch="gfx1102", gib=7.98)]), unknown=("cards",),
+        warn=("link_narrow",)),
+    "a_card_of_eight_lanes_in_pcie_3": case(
+        Built("a RX 7600 on a board of PCIe 3.0").card(XT_7600, slot=Slot(speed=8.0)),
+        software=stack(devices=[device(name="AMD Radeon RX 7600", arch="gfx1102", gib=7.98)]), unknown=("cards",),
+        warn=("link_narrow",)),
+    **{
+        f"{tool}_without_devices": case(
+            Built(source).card().container(devices=False, shm_bytes=16 * GIB, tool=tool),
+            software=stack(devices=NO_HIP_GPUS), fail=("device_nodes_missing", "torch_sees_nothing"),
+            says=("/dev/kfd and /dev/dri/renderD* do not exist", way), never=("`--device /dev/kfd",))
+        for tool, source, way in (
+            ("lxc", "Proxmox docs: device passthrough; Incus docs: devices", "`dev0: /dev/kfd,gid=GID`"),
+            ("systemd-nspawn", "systemd-nspawn(1): --bind, and the unit's DeviceAllow", "`--bind /dev/kfd"),
+            ("apptainer", "Apptainer docs, GPU support: --rocm", "`--rocm`"),
+            ("kubernetes", "AMD's device plugin for Kubernetes", "`amd.com/gpu: 1`"),
+        )
+    },
+    "lxc_with_one_of_two_devices": case(
+        Built("Proxmox docs: dev0 was passed and dev1 forgotten").card().without_node("dev/dri/renderD128")
+        .container(shm_bytes=16 * GIB, tool="lxc"),
+        software=stack(devices=NO_HIP_GPUS), fail=("device_nodes_missing", "torch_sees_nothing"),
+        says=("/dev/dri/renderD* does not exist", "`dev1: /dev/dri/renderD128,gid=GID`")),
+    "kubernetes_without_the_group": case(
+        Built("Kubernetes docs: supplementalGroups").card().user(usable=False, group="109")
+        .container(tool="kubernetes"),
+        software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"), warn=("shm_small",),
+        says=("`supplementalGroups: [109]`", "`medium: Memory`"), never=("--group-add", "--shm-size")),
     "container_without_kfd": case(Built("ROCm docs, Docker: started without --device").card().container(devices=False),
         software=stack(devices=NO_HIP_GPUS), fail=("device_nodes_missing", "torch_sees_nothing"), warn=("shm_small",),
         says=("`--device /dev/kfd --device /dev/dri`", "/dev/kfd and /dev/dri/renderD*", "`--shm-size 8g`")),
@@ -101,7 +137,7 @@ CARDS: dict[str, Case] = {
         Built("podman-run(1): rootless, the host's groups are nogroup").card().user(usable=False, group="nogroup")
         .container(shm_bytes=16 * GIB, tool="podman"),
         software=stack(devices=NO_HIP_GPUS), fail=("node_not_usable", "torch_sees_nothing"),
-        says=("`--group-add keep-groups`",), never=("--group-add nogroup", "usermod")),
+        says=("`--group-add keep-groups`",), never=("--group-add nogroup", "usermod", "Proxmox", "Rootless Docker")),
     "rootless_docker": case(
         Built("Docker docs, rootless: groups are not mapped").card().user(usable=False, group="nobody")
         .container(shm_bytes=16 * GIB),

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.machine.trees import RAPHAEL, STRIX_HALO, XT, Built, Slot
-from tests.machines.case import BNB_WINDOWS, Case, broken, case, cpu_stack, cuda_stack, device, stack
+from tests.machine.trees import KRACKAN, RAPHAEL, STRIX_HALO, XT, Built, Chip, Slot
+from tests.machines.case import (
+    BNB_WINDOWS,
+    ROCM72,
+    Case,
+    broken,
+    case,
+    cpu_stack,
+    cuda_stack,
+    device,
+    device_wheels,
+    multi_arch_stack,
+    stack,
+)
 
 NVIDIA = device("0000:01:00.0", name="NVIDIA GeForce RTX 4090", arch="sm_89", gib=23.5)
 STRIX = device("0000:01:00.0", name="AMD Radeon Graphics", arch="gfx1151", gib=96.0)
@@ -115,6 +127,73 @@ PLATFORMS: dict[str, Case] = {
             ),
         )
     },
+    **{
+        f"wsl_{name}": case(
+            with_dxg(Built(source).kernel("6.6.87.2-microsoft-standard-WSL2")),
+            software=software,
+            environ=environ,
+            note=("other_gpu",),
+            **told,  # type: ignore[arg-type]
+        )
+        for name, source, software, environ, told in (
+            (
+                "with_a_multi_arch_torch_without_kernels",
+                "TheRock#6997: the extra was left out, in WSL",
+                multi_arch_stack(devices=[device(None)]),
+                {},
+                {"fail": ("device_wheel_missing",), "says": ("`torch[device-gfx1100]`",)},
+            ),
+            (
+                "without_code_for_its_card",
+                "uv#18730: a wheel for other architectures, in WSL",
+                stack(devices=[device(None, name="AMD Radeon 780M", arch="gfx1103", gib=15.4)]),
+                {},
+                {"fail": ("arch_missing",), "says": ("AMD Radeon 780M is gfx1103",)},
+            ),
+            (
+                "of_rdna4",
+                "TheRock#7699: R9700, in WSL",
+                stack(devices=[device(None, name="AMD Radeon AI PRO R9700", arch="gfx1201", gib=31.9)]),
+                {},
+                {"warn": ("hipblaslt_resets",), "fine": ("arch_ok",)},
+            ),
+            (
+                "with_an_override_that_may_be_right",
+                "libhsakmt topology.c: the kernel's list is not there to compare with",
+                stack(devices=[device(None)]),
+                {"HSA_OVERRIDE_GFX_VERSION": "11.0.0"},
+                {"warn": ("environ:HSA_OVERRIDE_GFX_VERSION",), "says": ("[uncertain here: the kernel lists no GPU]",)},
+            ),
+        )
+    },
+    "docker_in_wsl": case(
+        with_device(
+            Built("ROCm docs, WSL: a container needs /dev/dxg").kernel("6.6.87.2-microsoft-standard-WSL2"),
+            *("0x1414", "0x008e", "0x030200"),
+        ).container(),
+        software=stack(devices="RuntimeError: No HIP GPUs are available"),
+        warn=("shm_small", "wsl_container"),
+        unknown=("torch",),
+        says=("`--device /dev/dxg`",),
+        never=("wsl --shutdown",),
+    ),
+    "krackan_with_its_own_wheel": case(
+        Built("TheRock SUPPORTED_GPUS.md: gfx1152 has wheels of AMD's index").igpu(KRACKAN),
+        software=multi_arch_stack(*device_wheels("gfx1152", "gfx115x"), archs=f"{ROCM72} gfx1152",
+                                  devices=[device("0000:01:00.0", name="AMD Radeon 860M", arch="gfx1152", gib=15.4)]),
+        note=("no_card",), fine=("arch_ok",), never=("have no code for it",)),
+    "rembrandt_with_much_memory": case(
+        Built("LLVM AMDGPUUsage: gfx1035 is an APU, however much memory its firmware takes").igpu(
+            Chip(device=0x1681, revision=0xC8, gfx_target_version=100305, vram_bytes=16 << 30)
+        ),
+        software=stack(devices=[device("0000:01:00.0", name="AMD Radeon 680M", arch="gfx1035", gib=16)]),
+        fail=("arch_missing",), warn=("no_card",)),
+    "krackan_with_pytorch_s_wheel": case(Built("uv#18730: no wheel holds code for gfx1152").igpu(KRACKAN),
+        software=stack(devices=[device("0000:01:00.0", name="AMD Radeon 860M", arch="gfx1152", gib=15.4)]),
+        fail=("arch_missing",), warn=("no_card",)),
+    "strix_halo_without_its_wheels": case(Built("TheRock#6997: the extra was left out").igpu(STRIX_HALO),
+        software=multi_arch_stack(devices=[STRIX]), fail=("device_wheel_missing",), note=("no_card",),
+        says=("`torch[device-gfx1151]`",)),
     "half_a_capture": case(
         only(
             Built("a capture of which somebody has cut out what he found private").card(slot=Slot(width=8)).igpu(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.machine.trees import R9700, XT_6700, XT_7800, XT_9060, XT_9070, Built, Chip
+from tests.machine.trees import R9700, XT_6600, XT_6700, XT_7800, XT_9060, XT_9070, Built, Chip
 from tests.machines.case import ROCM72, Case, broken, case, cpu_stack, device, device_wheels, multi_arch_stack, stack
 
 ROCM_INDEX = "--index-url https://download.pytorch.org/whl/rocm7.2"
@@ -76,6 +76,14 @@ SOFTWARE: dict[str, Case] = {
         software=stack(devices=[device(name="AMD Radeon RX 6700 XT", arch="gfx1030", gib=11.98)]),
         environ={"HSA_OVERRIDE_GFX_VERSION": "10.3.0"}, unknown=("cards",),
         note=("arch_related", "environ:HSA_OVERRIDE_GFX_VERSION")),
+    "rx_6600_xt": case(Built("legacy-rocm-build#1698: gfx1032 is of gfx1031's family").card(XT_6600),
+        software=stack(devices=[device(name="AMD Radeon RX 6600", arch="gfx1032", gib=7.98)]),
+        fail=("arch_related_missing",), unknown=("cards",), fine=("link_whole",),
+        says=("`export HSA_OVERRIDE_GFX_VERSION=10.3.0`",)),
+    "rx_6600_xt_with_its_own_wheels": case(Built("TheRock SUPPORTED_GPUS.md: gfx103x wheels").card(XT_6600),
+        software=multi_arch_stack(*device_wheels("gfx1032", "gfx103x"), archs=f"{ROCM72} gfx1032",
+                                  devices=[device(name="AMD Radeon RX 6600", arch="gfx1032", gib=7.98)]),
+        unknown=("cards",), fine=("arch_ok",), never=("HSA_OVERRIDE_GFX_VERSION=10.3.0",)),
     "rx_6700_xt_as_gfx1100": case(Built("libhsakmt topology.c: the override of another generation").card(XT_6700),
         software=stack(devices=[device(name="AMD Radeon RX 6700 XT", arch="gfx1100", gib=11.98)]),
         environ={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"}, unknown=("cards",),
