@@ -32,6 +32,8 @@ VERSIONS = (
 )
 TRITON_ROCM = "3.7.1"  # the name of the package from torch 2.10 on, which the ROCm index has and PyPI has not
 UPGRADE = "--upgrade"
+#: Of each kind one, with which every extra is tried by itself, too.
+EACH_EXTRA = ("2.10.0+gitb5ea6a6", "2.14.1+rocm7.2", "2.15.0+cpu")
 #: What every torch requires.
 REQUIRED = ("filelock", "typing-extensions>=4.10.0", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5")
 
@@ -65,14 +67,15 @@ def tries(tools: Sequence[str], versions: Sequence[str], wheel: Path, venv: Path
     extras = sorted(project["optional-dependencies"])
     (site,) = venv.glob("lib/python3*/site-packages")
     for tool in tools:
-        asked: list[tuple[list[str], tuple[str, ...]]] = [([], ()), (extras, ())]
-        if tool == "uv":
-            asked += [([one], ()) for one in extras]
-            asked += [([], ("--upgrade-package", "hf-rocm-tune")), ([], (UPGRADE,))]
         for version in versions:
             made = stand_in(site, version)
-            more = [([], (UPGRADE,))] if tool == "pip" and version == versions[0] else []
-            for names, options in [*asked, *more]:
+            asked: list[tuple[list[str], tuple[str, ...]]] = [([], ()), (extras, ())]
+            if version in EACH_EXTRA:
+                asked += [([one], ()) for one in extras]
+            if version == versions[0]:
+                asked += [([], (UPGRADE,))]
+                asked += [([], ("--upgrade-package", "hf-rocm-tune"))] if tool == "uv" else []
+            for names, options in asked:
                 requirement = f"hf-rocm-tune[{','.join(names)}] @ {wheel.as_uri()}"
                 command = [*_command(tool, venv), *options, requirement]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
