@@ -278,6 +278,17 @@ VERBS: dict[str, Verb] = {
 }
 
 
+#: What other toolkits and newcomers call a verb.
+_ELSEWHERE = {
+    **dict.fromkeys(("finetune", "tune", "lora", "qlora", "fit"), "sft"),
+    **dict.fromkeys(("inference", "infer", "predict", "complete"), "generate"),
+    **dict.fromkeys(("export", "fuse"), "merge"),
+    **dict.fromkeys(("upload", "publish"), "push"),
+    **dict.fromkeys(("check", "diagnose"), "doctor"),
+    **dict.fromkeys(("estimate", "memory", "vram"), "plan"),
+}
+
+
 def _dispatch(argv: Sequence[str]) -> int:
     """Find the verb and run it."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -285,7 +296,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     verb, rest = argv[0].removeprefix("--") if argv[0] == "--version" else argv[0], argv[1:]
     if verb not in VERBS:
-        nearest = difflib.get_close_matches(verb, VERBS, n=1)
+        nearest = difflib.get_close_matches(_ELSEWHERE.get(verb.replace("-", "").lower(), verb), VERBS, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise UsageError(f"unknown verb {verb!r}: {hint}there are {', '.join(VERBS)}")
     return VERBS[verb](rest)

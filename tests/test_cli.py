@@ -54,10 +54,11 @@ LONG = "x" * 300  # more than a file system takes
     ("argv", "named"),
     [
         (["stf"], ["'stf'", "sft"]),
+        (["fine-tune"], ["'fine-tune'", "did you mean sft?"]),
         (["configs", "path", "cpu_dul"], ["cpu_dul", "cpu_dual"]),
         (["configs", "cp", "cpu"], ["dest"]),
         (["sft", "--accelerate_config"], ["--accelerate_config"]),
-        (["sft", "--accelerate_config", "nowhere"], ["nowhere"]),
+        (["sft", "--accelerate_config", "nowhere", "--model", ".", "--dataset", "."], ["nowhere"]),
         (["sft", "--accelerate_config", "cpu", "--config", "missing.yaml"], ["missing.yaml"]),
         (["configs", "cp", "cpu", LONG], ["cannot write", "too long"]),
         (["doctor", "--drill", "--json", LONG], ["--json"]),
@@ -151,6 +152,8 @@ def test_wrong_paths_and_numbers_are_told_before_anything_large_is_imported(tmp_
         (["--model", "x", "--dataset", str(tmp_path / "no.csv")], "no such file or folder"),
         (["--model", "x", "--dataset", str(right), "--lr=-1"], "--learning_rate must be 0 or more"),
         (["--model", "x", "--dataset", str(right), "--config", str(recipe)], "--lora_r must be 1 or more, got 0"),
+        (["--dataset", str(right)], "no model: give --model"),
+        (["--model", "--dataset", str(right)], "--model_name_or_path needs a value after it"),
         (["--model", "x", "--lora_r", "ten"], "--lora_r must be 1 or more, got ten"),
         (["--model", "nobody/nothing", "--dataset", str(right)], "the Hub cannot be reached"),
     ):
@@ -164,6 +167,7 @@ def test_mistyped_names_are_told_before_anything_large_is_imported(start: tuple[
     recipe.write_text("learning_rat: 1\n")
     for argv, named in (
         (["--model", "x", "--learning_rat", "3"], "unknown flag --learning_rat; did you mean --learning_rate?"),
+        (["--qlora"], "unknown flag --qlora; did you mean --load_in_4bit?"),
         (["--bathc-size=3"], "unknown flag --bathc-size; did you mean --batch_size?"),
         (["--config", str(recipe)], "unknown key learning_rat; did you mean learning_rate?"),
     ):

@@ -36,7 +36,7 @@ from hf_rocm_tune.models import recompute, streamed
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
 from hf_rocm_tune.settings.flags import ANSWERS_ONLY, CONFIG, unknown_flag
 from hf_rocm_tune.settings.recipes import RecipeFile, apply_environment, recipe_of
-from hf_rocm_tune.settings.values import out_of_range
+from hf_rocm_tune.settings.values import missing, out_of_range
 from hf_rocm_tune.settings.verbs import LORA_FACTOR, VERBS
 from hf_rocm_tune.train import stall
 
@@ -559,11 +559,7 @@ def _faults_of_mixture(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
-    faults = out_of_range(given)
-    if not given.get("model_name_or_path"):
-        faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
-    if not given.get("dataset_name") and not given.get("datasets"):
-        faults.append("no data: give --dataset (--dataset_name), a Hub id, a directory or a file")
+    faults = [*out_of_range(given), *missing(given)]
     if given.get("load_in_4bit") and given.get("load_in_8bit"):
         faults.append("--load_in_4bit and --load_in_8bit exclude each other; keep one")
     own = ", ".join(f"--{name}" for name in _OF_ADAPTERS if given.get(name) is not None)

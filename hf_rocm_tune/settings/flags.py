@@ -36,6 +36,24 @@ ALIASES = {
     "lora_rank": "lora_r",
     "checkpointing": "gradient_checkpointing",
 }
+#: What other toolkits and newcomers call a flag: it is not taken, and the message names ours.
+_ELSEWHERE = {
+    **dict.fromkeys(("qlora", "4bit", "load_4bit", "quantization_bit"), "load_in_4bit"),
+    **dict.fromkeys(("8bit", "load_8bit"), "load_in_8bit"),
+    **dict.fromkeys(("rank", "r", "lora_dim"), "lora_rank"),
+    **dict.fromkeys(("alpha",), "lora_alpha"),
+    **dict.fromkeys(("base_model", "model_name", "model_path", "pretrained"), "model"),
+    **dict.fromkeys(("data", "data_path", "train_file", "train_data", "file"), "dataset"),
+    **dict.fromkeys(("out", "output", "out_dir", "save_dir"), "output_dir"),
+    **dict.fromkeys(("batch", "bs", "micro_batch_size", "train_batch_size"), "batch_size"),
+    **dict.fromkeys(("steps", "max_iters", "iters"), "max_steps"),
+    **dict.fromkeys(("grad_accum", "grad_accumulation", "accumulate"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("cutoff_len", "sequence_len", "seq_len", "seq_length", "context", "max_len"), "max_length"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "lr_scheduler_type"),
+    **dict.fromkeys(("optimizer",), "optim"),
+    **dict.fromkeys(("train_on_inputs", "train_on_answers", "answers_only"), "assistant_only_loss"),
+    **dict.fromkeys(("resume",), "resume_from_checkpoint"),
+}
 #: TRL's flag, which also takes ``auto`` here; `job.rows` decides it by the rows.
 ANSWERS_ONLY = "assistant_only_loss"
 
@@ -74,7 +92,9 @@ def unknown_flag(name: str, names: Iterable[str], *, dashes: str) -> str:
     what = "flag" if dashes else "key"
     if bare(name) in launcher_flags() or bare(name) == bare(CONFIG_FLAG):
         return f"{what} {name} belongs to the launcher; give it on the command line of `hf-rocm-tune sft`"
-    nearest = difflib.get_close_matches(bare(name), [*names, *ALIASES], n=1, cutoff=0.5)
+    known = [*names, *ALIASES]
+    elsewhere = _ELSEWHERE.get(bare(name))
+    nearest = [elsewhere] if elsewhere in known else difflib.get_close_matches(bare(name), known, n=1, cutoff=0.5)
     hint = f"; did you mean {dashes}{nearest[0]}?" if nearest else f"; {HELP_ALL} lists all"
     return f"unknown {what} {name}{hint}"
 

@@ -13,7 +13,7 @@ from hf_rocm_tune.machine import gpus, process, variables
 from hf_rocm_tune.settings.flags import HELP_ALL, bare, flags, unknown_flag
 from hf_rocm_tune.settings.recipes import asks_for_split, typed
 from hf_rocm_tune.settings.screen import screen
-from hf_rocm_tune.settings.values import check_values
+from hf_rocm_tune.settings.values import check_values, missing, without_value
 
 
 def answered(verb: Method, argv: Sequence[str]) -> bool:
@@ -42,6 +42,8 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     if wrong:
         raise UsageError("; ".join(unknown_flag(flag, known, dashes="--") for flag in wrong))
     values = {bare(flag): value for flag, value in given.items()}
+    if empty := without_value(values):
+        raise UsageError("; ".join(empty))
     if recipe is not None:
         wrong = [key for key in recipe.values if key not in known]
         if wrong:
@@ -49,6 +51,8 @@ def check(verb: Method, argv: Sequence[str]) -> None:
             raise UsageError(f"recipe {recipe.path}: {faults}")
         values = {**recipe.values, **values}
     check_values(values)
+    if absent := missing(values):
+        raise UsageError("; ".join(absent))
 
 
 def show_all_cards(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:

@@ -52,6 +52,23 @@ def out_of_range(given: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def missing(given: Mapping[str, Any]) -> list[str]:
+    """What a job cannot do without and does not have."""
+    faults = []
+    if not given.get("model_name_or_path"):
+        faults.append("no model: give --model (--model_name_or_path), a Hub id or a directory")
+    if not given.get("dataset_name") and not given.get("datasets"):
+        faults.append("no data: give --dataset (--dataset_name), a Hub id, a directory or a file")
+    return faults
+
+
+def without_value(typed: Mapping[str, Any]) -> list[str]:
+    """What is wrong with flags of a command line, by name, after which nothing stands."""
+    valued = {name for _, _, names in _RANGES for name in names.split()}
+    valued |= {"model_name_or_path", "dataset_name", "output_dir"}
+    return [f"--{name} needs a value after it" for name, value in typed.items() if value is None and name in valued]
+
+
 def _number(value: Any) -> Any:
     """The number that a text stands for; None for words that a flag may have instead, nan for others."""
     if not isinstance(value, str):
