@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, UsageError
-from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.lifecycle.exits import PROGRAM, run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.lifecycle.heartbeat import outlive_reader
+from hf_rocm_tune.lifecycle.launcher_flags import CONFIG_FLAG, bare, launcher_flags
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.settings import flags
-from hf_rocm_tune.settings.recipes import RecipeFile, method_of, read_recipe
+from hf_rocm_tune.settings.recipes import RecipeFile, apply_environment, method_of, read_recipe
 from hf_rocm_tune.settings.start import answered
 from hf_rocm_tune.settings.verbs import VERBS as TRAINING_VERBS
-from hf_rocm_tune.survive.heartbeat import outlive_reader
 
 if TYPE_CHECKING:
     from hf_rocm_tune.configs import NamedFiles
@@ -158,7 +159,7 @@ def env(argv: Sequence[str]) -> int:
 
 def plan(argv: Sequence[str]) -> int:
     """memory and speed of a training job, and the fastest settings that fit; no weights, no GPU"""
-    from hf_rocm_tune.launch import environment
+    from hf_rocm_tune.lifecycle.launch import environment
     from hf_rocm_tune.plan.command import main as plan_job
     from hf_rocm_tune.sft import prepare, uncollected
 
@@ -205,11 +206,12 @@ def _training(verb: Method) -> Verb:
     """A training verb; the names of its flags are checked before large imports."""
 
     def command(argv: Sequence[str]) -> int:
-        from hf_rocm_tune.launch import launch, split
+        from hf_rocm_tune.lifecycle.launch import launch, split
 
         line = split(argv)
         if answered(verb, line.job):
             return 0
+        apply_environment(line.job, os.environ)
         return launch(f"hf_rocm_tune.{verb}", line.job, accelerate_config=line.accelerate_config, extra=line.launcher)
 
     what = TRAINING_VERBS[verb].what
@@ -219,7 +221,7 @@ def _training(verb: Method) -> Verb:
 
 def script(argv: Sequence[str]) -> int:
     """any training script, unmodified, with every copy verified"""
-    from hf_rocm_tune.launch import launch, split
+    from hf_rocm_tune.lifecycle.launch import launch, split
     from hf_rocm_tune.script import USAGE, check_file
 
     options, file, arguments = _script_parts(argv)
@@ -243,10 +245,10 @@ def script(argv: Sequence[str]) -> int:
 
 def _script_parts(argv: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
     """The launcher's flags, the script, and the script's arguments."""
-    takes_value = {name for name, value in flags.launcher_flags().items() if value} | {flags.bare(flags.CONFIG_FLAG)}
+    takes_value = {name for name, value in launcher_flags().items() if value} | {bare(CONFIG_FLAG)}
     number = 0
     while number < len(argv) and argv[number].startswith("-"):
-        follows = "=" not in argv[number] and flags.bare(argv[number]) in takes_value
+        follows = "=" not in argv[number] and bare(argv[number]) in takes_value
         number += 2 if follows else 1
     if number >= len(argv):
         return list(argv), None, []
@@ -260,7 +262,8 @@ VERBS: dict[str, Verb] = {
     **{verb: _training(verb) for verb in TRAINING_VERBS if verb != "sft"},
     "script": script,
     "run": _module(
-        "supervisor", "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"
+        "lifecycle.supervisor",
+        "supervise a training command: after a crash or a stall it goes on from its newest checkpoint",
     ),
     "doctor": _module("doctor.command", "check whether this machine is ready to train, and how to fix it"),
     "plan": plan,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.exits import PROGRAM, run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.lifecycle.exits import PROGRAM, run_guarded, sigterm_as_interrupt
 from hf_rocm_tune.redaction import print_line
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from hf_rocm_tune.exits import run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.lifecycle.exits import run_guarded, sigterm_as_interrupt
+from hf_rocm_tune.lifecycle.heartbeat import outlive_reader
 from hf_rocm_tune.machine import process, torch_build, torchvision, variables
 from hf_rocm_tune.redaction import print_line
 from hf_rocm_tune.settings.recipes import apply_environment, given_value
 from hf_rocm_tune.settings.start import answered, show_all_cards
-from hf_rocm_tune.survive.heartbeat import outlive_reader
 
 if TYPE_CHECKING:
     from hf_rocm_tune.data.formats import Method

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import re
 import threading
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
@@ -422,6 +424,20 @@ def _moved(where: str, what: str, feature: str = "") -> SeamError:
     known = ", ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
     lost = f"{feature} is not possible" if feature else "cannot train"
     return SeamError(f"{lost}: upstream changed {where}: {what}. Checked with {known}: install these")
+
+
+@cache
+def source_of(module: str) -> str:
+    """The source of a module, found without importing its package; empty where it cannot be read."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    file = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 @contextmanager

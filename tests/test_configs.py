@@ -74,7 +74,7 @@ def test_rehearsal_of_fsdp2_shards_as_the_cards_do() -> None:
 
 
 def test_zero2_without_deepspeed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_rocm_tune import launch
+    from hf_rocm_tune.lifecycle import launch
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))

@@ -34,6 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"transfer"}),
     frozenset({"data", "models"}),
     frozenset({"cards", "survive"}),
+    frozenset({"lifecycle"}),
     frozenset({"plan"}),
     frozenset({"train", "publish", "doctor"}),
 )

@@ -13,6 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 import hf_rocm_tune  # noqa: F401 - prepares the process
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.lifecycle import launcher_flags
 from hf_rocm_tune.plan.command import main as plan
 from hf_rocm_tune.settings import arguments, flags
 from hf_rocm_tune.settings.arguments import build_parser, parse
@@ -53,9 +54,10 @@ def test_the_launchers_flags_are_those_of_its_real_parser() -> None:
         for option in action.option_strings
         if option.startswith("--")
     }
-    not_the_launchers = flags.SHARED_WITH_THE_JOB | {"help", "module", "no_python"}
-    assert flags.launcher_flags() == {name: valued for name, valued in real.items() if name not in not_the_launchers}
-    assert "num_processes" in flags.launcher_flags() and "debug" not in flags.launcher_flags()
+    not_the_launchers = launcher_flags.SHARED_WITH_THE_JOB | {"help", "module", "no_python"}
+    found = launcher_flags.launcher_flags()
+    assert found == {name: valued for name, valued in real.items() if name not in not_the_launchers}
+    assert "num_processes" in found and "debug" not in found
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -78,7 +80,7 @@ def test_aliases_are_the_flags_that_they_stand_for(tmp_path: Path) -> None:
     assert TYPED.keys() | SECOND.keys() == flags.ALIASES.keys()
     assert read(*FULL, "--seq", "33", "--micro_batch=3") == read(*FULL, "--max_length", "33", "--batch_size", "3")
     assert not flags.ALIASES.keys() & flags.flags("sft")
-    assert not flags.ALIASES.keys() & flags.launcher_flags().keys()
+    assert not flags.ALIASES.keys() & launcher_flags.launcher_flags().keys()
     short = [part for name, value in TYPED.items() for part in (f"--{name.replace('_', '-')}", value)]
     full = [f"--{flags.ALIASES[name]}={value}" for name, value in TYPED.items()]
     expected = read(*full)

@@ -140,8 +140,9 @@ def test_readme_has_every_kind_of_block() -> None:
 
 def test_every_flag_exists(capsys: pytest.CaptureFixture[str]) -> None:
     from hf_rocm_tune import cli
+    from hf_rocm_tune.lifecycle.launcher_flags import CONFIG_FLAG, launcher_flags
     from hf_rocm_tune.settings.arguments import build_parser
-    from hf_rocm_tune.settings.flags import ALIASES, CONFIG_FLAG, launcher_flags
+    from hf_rocm_tune.settings.flags import ALIASES
     from hf_rocm_tune.settings.verbs import VERBS
 
     known = {option for verb in VERBS for action in build_parser(verb)._actions for option in action.option_strings}

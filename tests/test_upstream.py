@@ -182,7 +182,7 @@ sys.meta_path.insert(0, Finder())
 """
 IMPORTS_THE_TRAINER = """
 import sys
-from hf_rocm_tune.exits import run_guarded
+from hf_rocm_tune.lifecycle.exits import run_guarded
 
 def main():
     import hf_rocm_tune.settings.arguments

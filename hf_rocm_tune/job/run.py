@@ -28,16 +28,20 @@ from transformers import (
 from trl import get_peft_config, get_quantization_config
 from typing_extensions import override
 
-from hf_rocm_tune import exits, upstream
+from hf_rocm_tune import upstream
 from hf_rocm_tune.cards.agree import highest, on_main_process
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.rendering import lacking_tokens
 from hf_rocm_tune.data.sources import Splits, fault_of_stream
 from hf_rocm_tune.data.summary import lengths_of
-from hf_rocm_tune.errors import MemoryFaultError, PictureError, UsageError
+from hf_rocm_tune.errors import MemoryFaultError, PictureError, TuneError, UsageError
 from hf_rocm_tune.job import announce, preview, rows
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
 from hf_rocm_tune.job.refusals import check, check_adapter, check_rewards, check_router_loss, decide, reward_functions
+from hf_rocm_tune.lifecycle import exits, stall
+from hf_rocm_tune.lifecycle.heartbeat import Supervised, tell_begun
+from hf_rocm_tune.lifecycle.stall import StallGuard
+from hf_rocm_tune.lifecycle.watchdog import briefly
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, kept_out, target_names
@@ -64,15 +68,13 @@ from hf_rocm_tune.publish.vocabulary import end_tokens, tokenizer_directory
 from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.settings.verbs import VERBS
-from hf_rocm_tune.survive.heartbeat import tell_begun
 from hf_rocm_tune.survive.run_directory import ADDED, StartPlan, prepare_output_dir
-from hf_rocm_tune.train import report, stall, telemetry
+from hf_rocm_tune.train import report, telemetry
 from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
 from hf_rocm_tune.train.refusals import as_usage_errors, check_settings
 from hf_rocm_tune.train.samples import SampledAnswers, open_pictures
 from hf_rocm_tune.train.settings import JobServices, TrainerSettings
-from hf_rocm_tune.train.stall import StallGuard
 from hf_rocm_tune.train.telemetry import Telemetry
 from hf_rocm_tune.train.trainer import VerifiedSFTTrainer, VerifiedTransferMixin
 from hf_rocm_tune.transfer import Mover
@@ -132,8 +134,13 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     if arguments.training.world_size > 1:
         collective_s = arguments.training.ddp_timeout
     limit = arguments.ranks.stall_timeout
-    with stall.watched(limit, rendezvous=rendezvous, tell=exits.speak, collective_s=collective_s) as guard:
+    with stall.watched(limit, rendezvous=rendezvous, tell=_speak_of_stall, collective_s=collective_s) as guard:
         return _run(arguments, guard)
+
+
+def _speak_of_stall(error: TuneError) -> None:
+    briefly(telemetry.clear_live_line, 2.0)  # a terminal that hangs too must not keep the line back
+    exits.speak(error)
 
 
 def _show_rows(arguments: Arguments, form: str) -> None:
@@ -265,7 +272,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
             resumed = job.plan.checkpoint.name
         tell_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed)
     trainer.accelerator.wait_for_everyone()
-    job.guard.watch(trainer, facts, job.plan.directory)
+    job.guard.watch(job.plan.directory, record=partial(report.write_incident, trainer, facts))
     tokenizer_base = None
     if not job.arguments.model.use_peft:
         tokenizer_base = on_main_process(partial(tokenizer_directory, job.source))
@@ -290,6 +297,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
 
 def _plan(arguments: Arguments, asked: dict[str, Any], *, restarted: bool) -> StartPlan:
     """What to do in the output directory, decided by rank 0 for all ranks."""
+    supervised = Supervised.of()
     return on_main_process(
         lambda: prepare_output_dir(
             arguments.training.output_dir,
@@ -297,6 +305,7 @@ def _plan(arguments: Arguments, asked: dict[str, Any], *, restarted: bool) -> St
             overwrite=arguments.tune.overwrite_output_dir,
             resume=arguments.training.resume_from_checkpoint,
             restarted=restarted,
+            restart_of=None if supervised is None else supervised.restart_of,
         )
     )
 

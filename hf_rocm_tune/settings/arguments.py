@@ -31,6 +31,7 @@ from hf_rocm_tune.cards.strategies import choose
 from hf_rocm_tune.cards.strategy import CardSettings, ParallelStrategy, is_on
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError, count_of
+from hf_rocm_tune.lifecycle import stall
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.models import recompute, streamed
 from hf_rocm_tune.redaction import is_secret_name, redact_json, without_secrets
@@ -38,7 +39,6 @@ from hf_rocm_tune.settings.flags import ANSWERS_ONLY, CONFIG, unknown_flag
 from hf_rocm_tune.settings.recipes import RecipeFile, apply_environment, recipe_of
 from hf_rocm_tune.settings.values import missing, out_of_range
 from hf_rocm_tune.settings.verbs import LORA_FACTOR, VERBS
-from hf_rocm_tune.train import stall
 
 if TYPE_CHECKING:
     from trl.trainer.base_config import _BaseConfig

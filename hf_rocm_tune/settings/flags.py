@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.util
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from hf_rocm_tune.data.formats import Method
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.lifecycle.launcher_flags import CONFIG_FLAG, bare, launcher_flags
 from hf_rocm_tune.settings.verbs import VERBS
+from hf_rocm_tune.upstream import source_of
 
 CONFIG = "--config"
-CONFIG_FLAG = "--accelerate_config"
 HELP_ALL = "--help_all"
-#: Names of both the launcher and ``trl sft``; they belong to the job, as in ``trl``.
-SHARED_WITH_THE_JOB = frozenset({"debug", "gradient_accumulation_steps"})
-_NOT_FOR_USERS = frozenset({"help", "module", "no_python", "training_script", "training_script_args"})
 #: Other names of flags, on the command line and in recipes: short ones, and those of `plan` and of newer transformers.
 ALIASES = {
     "model": "model_name_or_path",
@@ -61,11 +56,6 @@ ANSWERS_ONLY = "assistant_only_loss"
 # ---- one argument of a command line ----------------------------------------------------------------------------------
 
 
-def bare(argument: str) -> str:
-    """The name of a flag, without dashes and value."""
-    return argument.partition("=")[0].lstrip("-").replace("-", "_")
-
-
 def full_name(name: str) -> str:
     """The flag that a name stands for, which may be the name itself."""
     newer = "activation_checkpointing"  # of transformers from 5.23 on; older ones know the other name only
@@ -99,21 +89,6 @@ def unknown_flag(name: str, names: Iterable[str], *, dashes: str) -> str:
     return f"unknown {what} {name}{hint}"
 
 
-def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """Remove ``FLAG VALUE`` or ``FLAG=VALUE`` from a command line."""
-    value, rest, arguments = None, [], iter(argv)
-    for argument in arguments:
-        if argument == flag:
-            value = next(arguments, "")
-            if not value or value.startswith("--"):
-                raise UsageError(f"{flag} needs a value after it")
-        elif argument.startswith(f"{flag}="):
-            value = argument.partition("=")[2]
-        else:
-            rest.append(argument)
-    return value, rest
-
-
 # ---- names of flags from sources ----------------------------------------------------------------------------------
 
 
@@ -126,22 +101,12 @@ def flags(verb: Method) -> frozenset[str]:
     return frozenset({"config"}.union(*fields))
 
 
-@functools.cache
-def launcher_flags() -> dict[str, bool]:
-    """The flags that only the launcher reads: name without dashes, and whether a value follows."""
-    found: dict[str, bool] = {}
-    for call in _source("accelerate.commands.launch").partition("    return parser")[0].split("add_argument(")[1:]:
-        valued = re.search(r'action="(store_|help)', call) is None
-        found |= dict.fromkeys(map(bare, re.findall(r'^\s*"(--\S+)"', call, re.MULTILINE)), valued)
-    return {name: valued for name, valued in found.items() if name not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS}
-
-
 _BASES = {"_BaseConfig": "trl.trainer.base_config", "TrainingArguments": "transformers.training_args"}
 
 
 def _fields(module: str, name: str) -> set[str]:
     """The fields of a dataclass and of its bases."""
-    found = re.search(rf"^class {name}(?:\((\w+)\))?:\n((?:    .*\n|\n)*)", _source(module), re.MULTILINE)
+    found = re.search(rf"^class {name}(?:\((\w+)\))?:\n((?:    .*\n|\n)*)", source_of(module), re.MULTILINE)
     if found is None:
         return set()
     base, body = found[1], found[2]
@@ -149,17 +114,3 @@ def _fields(module: str, name: str) -> set[str]:
     if base:
         fields |= _fields(_BASES.get(base, "trl.scripts.utils"), base)
     return fields
-
-
-@functools.cache
-def _source(module: str) -> str:
-    """The source of a module, found without importing its package; empty where it cannot be read."""
-    top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)
-    if spec is None or not spec.submodule_search_locations:
-        return ""
-    file = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -14,9 +14,10 @@ from hf_rocm_tune.configs import RECIPES, start_of
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.foreign import parse_yaml, read_text
+from hf_rocm_tune.lifecycle.launcher_flags import bare, take_flag
 from hf_rocm_tune.machine import variables
 from hf_rocm_tune.redaction import print_line, remember
-from hf_rocm_tune.settings.flags import CONFIG, bare, canonical, flags, full_name, take_flag
+from hf_rocm_tune.settings.flags import CONFIG, canonical, flags, full_name
 from hf_rocm_tune.settings.verbs import VERBS
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hf_rocm_tune.data.formats import Method
-from hf_rocm_tune.settings.flags import ALIASES, CONFIG_FLAG, HELP_ALL, bare, flags
+from hf_rocm_tune.lifecycle.launcher_flags import CONFIG_FLAG, bare
+from hf_rocm_tune.settings.flags import ALIASES, HELP_ALL, flags
 from hf_rocm_tune.settings.verbs import LORA_FACTOR, VERBS
 
 _SCREEN = """\

@@ -9,8 +9,9 @@ from typing import Any
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.lifecycle.launcher_flags import bare
 from hf_rocm_tune.machine import gpus, process, variables
-from hf_rocm_tune.settings.flags import HELP_ALL, bare, flags, unknown_flag
+from hf_rocm_tune.settings.flags import HELP_ALL, flags, unknown_flag
 from hf_rocm_tune.settings.recipes import asks_for_split, typed
 from hf_rocm_tune.settings.screen import screen
 from hf_rocm_tune.settings.values import check_values, missing, without_value

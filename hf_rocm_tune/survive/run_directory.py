@@ -27,7 +27,6 @@ from hf_rocm_tune.foreign import check_printable, read_object
 from hf_rocm_tune.redaction import redact_json, without_secrets
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import clean_leftovers, delete_directory, write_text_atomic
-from hf_rocm_tune.survive.heartbeat import Supervised
 from hf_rocm_tune.survive.run_lock import LEASE_FILE, LOCK_FILE, RunLock
 
 logger = logging.getLogger(__name__)
@@ -304,11 +303,12 @@ def prepare_output_dir(
     overwrite: bool = False,
     resume: str | bool | None = None,
     restarted: bool = False,
+    restart_of: str | None = None,
 ) -> StartPlan:
     """Decide what a start with these settings does in ``path`` (``--output_dir``).
 
     ``restarted``: a launcher started this command again, so that ``overwrite`` and a named checkpoint have been applied
-    already; that our supervisor did is seen here.
+    already. ``restart_of``: our supervisor started it again, after this run; for another run it says nothing.
     """
     directory, lock, made = Path(path), None, tuple[Path, ...]()
     try:
@@ -327,7 +327,7 @@ def prepare_output_dir(
         made = tuple(each for each in (directory, *directory.parents) if not each.exists())
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
-        return replace(_Start(directory, settings, lock, resume).decide(overwrite, restarted), made=made)
+        return replace(_Start(directory, settings, lock, resume).decide(overwrite, restarted, restart_of), made=made)
     except BaseException as error:
         if lock is not None:
             lock.release()
@@ -354,13 +354,13 @@ class _Start:
         self._notes: list[str] = []
         clean_leftovers(directory)
 
-    def decide(self, overwrite: bool, restarted: bool) -> StartPlan:
+    def decide(self, overwrite: bool, restarted: bool, restart_of: str | None) -> StartPlan:
         directory, record = self._directory, read_record(self._directory)
         if record is not None:
             record = self._with_added(record)
         same = record is not None and record.settings == self._new.settings
-        if record is not None and (supervised := Supervised.of()) is not None:
-            restarted = restarted or supervised.restart_of == record.run_id
+        if record is not None:
+            restarted = restarted or restart_of == record.run_id
         if overwrite and not (same and restarted):
             return self._begin_again(record)
         extended = None if record is None or same else self._extended(record)

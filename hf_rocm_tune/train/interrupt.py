@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from hf_rocm_tune.cards.agree import highest
 from hf_rocm_tune.errors import Interrupted
-from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase
+from hf_rocm_tune.lifecycle.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_rocm_tune.errors import UsageError, listed
+from hf_rocm_tune.lifecycle.heartbeat import survival
 from hf_rocm_tune.models import products
 from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.survive.atomic import write_text_atomic
-from hf_rocm_tune.survive.heartbeat import survival
 from hf_rocm_tune.survive.run_directory import new_record, read_record, write_record
 from hf_rocm_tune.train.telemetry import describe_device
 from hf_rocm_tune.transfer import STAGES, TransferReport
@@ -140,6 +140,12 @@ def write_partial(trainer: Any, facts: RunFacts, error: BaseException) -> None:
         write(build(trainer, facts, gather=False), Path(trainer.args.output_dir))
     except OSError as also:
         error.add_note(f"{FILE_NAME} could not be written either: {also}")
+
+
+def write_incident(trainer: Any, facts: RunFacts, incident: dict[str, Any]) -> None:
+    """Record an incident, and write what this rank knows, without asking another one."""
+    trainer.transfer_report.incident(incident)
+    write(build(trainer, facts, gather=False), Path(trainer.args.output_dir))
 
 
 def closing_line(report: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from hf_rocm_tune.cards.strategy import ParallelStrategy, Stock
 from hf_rocm_tune.data.loader import IN_ROW, Prefetch, verify_loader
 from hf_rocm_tune.data.summary import CountedSFTTrainer
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.lifecycle.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.models import loss, recompute
 from hf_rocm_tune.models.adapter import keep_weights_from_vllm, share_inputs
 from hf_rocm_tune.models.adapter_settings import AdapterSettings
@@ -54,7 +55,6 @@ from hf_rocm_tune.models.quantised import (
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.models.streaming import streamer_of
 from hf_rocm_tune.survive.checkpoint import Checkpoints
-from hf_rocm_tune.survive.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
 from hf_rocm_tune.train.arithmetic import ArithmeticChecks
 from hf_rocm_tune.train.device_memory import FragmentationCallback

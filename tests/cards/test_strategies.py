@@ -14,6 +14,7 @@ from hf_rocm_tune.cards.strategies import STRATEGIES
 from hf_rocm_tune.cards.strategy import CardSettings, ParallelStrategy
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.job import refusals
+from hf_rocm_tune.lifecycle import launcher_flags
 from hf_rocm_tune.machine import process
 from hf_rocm_tune.settings import flags
 from hf_rocm_tune.settings.verbs import VERBS
@@ -74,7 +75,7 @@ def test_each_refusal_says_what_to_do(change: dict[str, dict[str, Any]], says: s
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_every_flag_that_a_strategy_excludes_exists_and_is_refused(strategy: type[ParallelStrategy]) -> None:
     for flag, why in strategy.excludes.items():
-        assert flag in refusals.USES or flags.bare(flag.split()[0]) in flags.flags("sft")
+        assert flag in refusals.USES or launcher_flags.bare(flag.split()[0]) in flags.flags("sft")
         with pytest.raises(UsageError, match=re.escape(f"it does not work with {flag}: {why}")):
             strategy().refuse(args(), model(), {flag: True}, FSDP2)
 
@@ -99,4 +100,4 @@ def test_every_flag_of_the_table_exists() -> None:
     known = {flag for verb in VERBS for flag in flags.flags(verb)}
     told = {flag for what, excluded in refusals.EXCLUDES.items() for flag in (what, *excluded)}
     for flag in told - refusals.USES.keys() - VERBS.keys() - {refusals.PACKED}:
-        assert flags.bare(flag.split()[0]) in known
+        assert launcher_flags.bare(flag.split()[0]) in known

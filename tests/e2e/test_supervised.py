@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from hf_rocm_tune import configs
-from hf_rocm_tune.survive import heartbeat, manifest
+from hf_rocm_tune.lifecycle import heartbeat
+from hf_rocm_tune.survive import manifest
 from tests.e2e.command import TIMEOUT, Result
 from tests.e2e.conftest import Job, MakeJob, assert_same_run, report_of
 

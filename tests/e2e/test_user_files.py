@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm_tune.survive import heartbeat, manifest
+from hf_rocm_tune.lifecycle import heartbeat
+from hf_rocm_tune.survive import manifest
 from tests.e2e.conftest import Job, MakeJob
 
 THESIS = "three years of work"

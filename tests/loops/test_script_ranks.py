@@ -16,6 +16,7 @@ from accelerate import Accelerator
 flags = argparse.ArgumentParser()
 flags.add_argument("--output_dir", type=pathlib.Path)
 flags.add_argument("--code", type=int, default=0)
+flags.add_argument("--config")  # of the script: neither a recipe nor the launcher's
 given = flags.parse_args()
 accelerator = Accelerator()
 given.output_dir.mkdir(exist_ok=True)
@@ -60,7 +61,18 @@ def test_the_job_ends_with_the_code_of_the_rank_that_failed(
     script.write_text(TRAINING)
     launcher.write_text(LAUNCHER)
     env = {**card, "SIMCARD_DEVICES": "2", "HF_ROCM_TUNE_FAULT": faults}
-    command = ("-m", "hf_rocm_tune", "script", "--config_file", launcher, script, "--output_dir", output)
+    command = (
+        "-m",
+        "hf_rocm_tune",
+        "script",
+        "--config_file",
+        launcher,
+        script,
+        "--config",
+        "mine.txt",
+        "--output_dir",
+        output,
+    )
     done = run_file(*command, *arguments, env=env)
     assert done.returncode == code, done.stderr[-3000:]
     reports = [json.loads((place / "transfer_report.json").read_text()) for place in (output, output / "rank1")]

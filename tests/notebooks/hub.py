@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hf_rocm_tune.launch import environment
+from hf_rocm_tune.lifecycle.launch import environment
 from tests.publish.hub_server import TOKEN, loopback_hub
 
 

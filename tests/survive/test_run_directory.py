@@ -14,7 +14,6 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.survive import manifest
-from hf_rocm_tune.survive.heartbeat import VARIABLE, Supervised
 from hf_rocm_tune.survive.run_directory import (
     StartPlan,
     deciding_settings,
@@ -312,14 +311,7 @@ def test_a_plan_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
 # ---- started again by the supervisor: what was overwritten or named before stays as it is now ------------------
 
 
-def began(plan: StartPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run began, and its supervisor starts it once more."""
-    plan.commit()
-    told = Supervised(directory=str(tmp_path), start_seconds=0, stall_seconds=0, restart_of=plan.run_id)
-    monkeypatch.setenv(VARIABLE, told.to_json())
-
-
-def test_a_directory_is_overwritten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_overwritten_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
     earlier = _start(out)
     earlier.commit()
@@ -328,24 +320,23 @@ def test_a_directory_is_overwritten_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert first.action == "fresh" and first.overwritten
     # it died before it began: what is there is still the earlier run, and the wish still stands
     assert _start(out, overwrite=True).action == "fresh"
-    began(first, tmp_path, monkeypatch)
+    first.commit()
     assert not (out / "checkpoint-8").exists()
     _checkpoint(out / "checkpoint-2", first.run_id, 2)
-    again = _start(out, overwrite=True)
+    again = _start(out, overwrite=True, restart_of=first.run_id)
     assert (again.action, again.checkpoint, again.overwritten) == ("resume", out / "checkpoint-2", ())
     assert again.run_id == first.run_id
 
 
-def test_a_checkpoint_that_is_named_is_where_it_began_and_not_where_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_named_is_where_it_began_and_not_where_it_goes_on(tmp_path: Path) -> None:
     out, other = tmp_path / "out", _checkpoint(tmp_path / "other" / "checkpoint-50", "other", 50)
     first = _start(out, resume=str(other))
     assert first.checkpoint == other
-    began(first, tmp_path, monkeypatch)
-    assert _start(out, resume=str(other)).checkpoint == other, "nothing newer is there yet"
+    first.commit()
+    again = {"resume": str(other), "restart_of": first.run_id}
+    assert _start(out, **again).checkpoint == other, "nothing newer is there yet"
     _checkpoint(out / "checkpoint-60", first.run_id, 60)
-    assert _start(out, resume=str(other)).checkpoint == out / "checkpoint-60"
+    assert _start(out, **again).checkpoint == out / "checkpoint-60"
 
 
 def test_a_step_that_is_left_out_stays_so_in_this_run_and_is_said(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ import yaml
 
 from hf_rocm_tune import configs
 from hf_rocm_tune.errors import StallError, UsageError, listed
-from hf_rocm_tune.exits import (
+from hf_rocm_tune.foreign import parse_yaml, read_text
+from hf_rocm_tune.lifecycle.exits import (
     ASKED_FILE,
     ENDING_SIGNALS,
     EXIT_FILE_VARIABLE,
@@ -36,11 +37,9 @@ from hf_rocm_tune.exits import (
     read_exit_record,
     run_guarded,
 )
-from hf_rocm_tune.foreign import parse_yaml, read_text
+from hf_rocm_tune.lifecycle.launcher_flags import CONFIG_FLAG, bare, launcher_flags, take_flag
 from hf_rocm_tune.machine import process, torch_build
 from hf_rocm_tune.redaction import print_line
-from hf_rocm_tune.settings.flags import CONFIG_FLAG, bare, launcher_flags, take_flag
-from hf_rocm_tune.settings.recipes import apply_environment
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -92,7 +91,6 @@ def launch(
         UsageError: the launcher refuses its flags, or its configuration cannot be used.
         StallError: the processes could not meet.
     """
-    apply_environment(argv, os.environ)
     if quiet := "quiet" in _given(extra):
         os.environ["HF_ROCM_TUNE_QUIET"] = "1"
     torch_build.check_torch()  # accelerate's launcher imports it

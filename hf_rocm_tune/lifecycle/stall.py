@@ -17,19 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from hf_rocm_tune.errors import StallError, TuneError, UsageError
+from hf_rocm_tune.lifecycle.heartbeat import Phase, Supervised, phase_name, touch_pulse
+from hf_rocm_tune.lifecycle.watchdog import RankStatus, Watchdog, briefly
 from hf_rocm_tune.survive.atomic import write_text_atomic
-from hf_rocm_tune.survive.heartbeat import Phase, Supervised, phase_name, touch_pulse
-from hf_rocm_tune.survive.watchdog import RankStatus, Watchdog, briefly
-from hf_rocm_tune.train import report
-from hf_rocm_tune.train.telemetry import clear_live_line
-
-if TYPE_CHECKING:
-    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
 _FLOOR_SECONDS, _FACTOR = 300.0, 10.0
 _PATIENT, _START = 4.0, 24.0
@@ -58,6 +53,13 @@ def parse(setting: str) -> float | None:
     return seconds
 
 
+class _Run(NamedTuple):
+    """A run that owns its directory."""
+
+    directory: Path
+    record: Callable[[dict[str, Any]], None]  # writes its report with this incident; no other rank is asked
+
+
 class StallGuard(Watchdog):
     """The watchdog of a job. ``setting``: ``--stall_timeout``; ``collective_s``: after which a collective gives up."""
 
@@ -80,14 +82,15 @@ class StallGuard(Watchdog):
         super().__init__(rank_status, tick_s=min(max(min(self._floor_s, most) / 20, 0.05), 1.0))
         self._most_s, self._tell = most, tell
         self._steps: deque[float] = deque(maxlen=_MEASURED)
-        self._running: tuple[VerifiedTransferMixin, report.RunFacts, Path] | None = None
+        self._run: _Run | None = None
         self._phase: Phase = "start"
         self._since = 0.0
         self.beat(step=0, phase="start")
 
-    def watch(self, trainer: VerifiedTransferMixin, facts: report.RunFacts, directory: Path) -> None:
-        """The run owns its directory: from now on a stall is recorded there, with the report of its trainer."""
-        self._running = trainer, facts, directory
+    def watch(self, directory: Path, record: Callable[[dict[str, Any]], None]) -> None:
+        """The run owns its directory: from now on a stall is recorded there; ``record`` writes the report with the
+        incident that it gets, and must not wait for another rank."""
+        self._run = _Run(directory, record)
 
     def beat(self, *, step: int, phase: Phase) -> None:
         """Record a heartbeat; see `Heartbeat.beat`."""
@@ -110,11 +113,13 @@ class StallGuard(Watchdog):
     def leave_evidence(self, cause: str, silent_s: float, page: str) -> None:
         touch_pulse()  # the supervisor waits for this
         # Nothing is written to the output directory before the run owns it.
-        directory = self._running[2] if self._running else Path(tempfile.mkdtemp(prefix="hf-rocm-tune-stall-"))
+        if self._run is not None:
+            directory = self._run.directory
+        else:
+            directory = Path(tempfile.mkdtemp(prefix="hf-rocm-tune-stall-"))
         text = directory / "stall_report.txt"
         briefly(lambda: write_text_atomic(text, page), 5.0)
         briefly(lambda: self._report(cause, silent_s), 10.0)
-        briefly(clear_live_line, 5.0)
         error = StallError(
             f"no progress for {silent_s:.0f} s {self.where}: {cause}; stack traces and states of all ranks were "
             f"written to {text}. {_INTACT}"
@@ -122,12 +127,10 @@ class StallGuard(Watchdog):
         briefly(lambda: self._tell(error), 5.0)
 
     def _report(self, cause: str, silent_s: float) -> None:
-        if self._running is None:
+        if self._run is None:
             return
-        trainer, facts, directory = self._running
         where = {"step": self._step + (self._phase == "step"), "stage": "progress", "tensor": "", "kind": "stall"}
-        trainer.transfer_report.incident({**where, "cause": cause, "silent_seconds": silent_s, "outcome": "stopped"})
-        report.write(report.build(trainer, facts, gather=False), directory)
+        self._run.record({**where, "cause": cause, "silent_seconds": silent_s, "outcome": "stopped"})
 
 
 @contextmanager

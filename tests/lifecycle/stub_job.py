@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_rocm_tune.errors import TuneError
-from hf_rocm_tune.exits import run_guarded
-from hf_rocm_tune.survive import heartbeat, manifest
+from hf_rocm_tune.lifecycle import heartbeat
+from hf_rocm_tune.lifecycle.exits import run_guarded
+from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.run_directory import new_record, read_record, write_record
 
 _SLEEPER = (

@@ -28,10 +28,11 @@ import psutil
 
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.errors import CommandParser, OutOfMemoryError, StallError, UsageError, checked
-from hf_rocm_tune.exits import ENDING_SIGNALS, EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM, handling
+from hf_rocm_tune.lifecycle import heartbeat
+from hf_rocm_tune.lifecycle.exits import ENDING_SIGNALS, EXIT_FILE_VARIABLE, FINAL_CODES, INTERRUPTED, PROGRAM, handling
+from hf_rocm_tune.lifecycle.heartbeat import Begun, Phase, Pulse, Supervised, phase_name
 from hf_rocm_tune.redaction import print_line, redact
-from hf_rocm_tune.survive import heartbeat, manifest
-from hf_rocm_tune.survive.heartbeat import Begun, Phase, Pulse, Supervised, phase_name
+from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.run_directory import list_checkpoints, read_record, skip_step
 
 ENTRIES = frozenset(get_args(Method))
@@ -98,7 +99,7 @@ def to_start(words: Sequence[str]) -> list[str]:
         return [sys.executable, "-m", _PACKAGE, *rest]
     if any(module.partition(".")[::2] in {(_PACKAGE, entry) for entry in ENTRIES} for module in modules):
         if program == "accelerate" and rest[:1] == ["launch"]:
-            return [sys.executable, "-m", f"{_PACKAGE}.launch", *rest[1:]]
+            return [sys.executable, "-m", f"{_PACKAGE}.lifecycle.launch", *rest[1:]]
         if program == "torchrun" or program.startswith("python"):
             return list(words)
     raise UsageError(

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from hf_rocm_tune import supervisor as supervision
 from hf_rocm_tune.errors import StallError
-from hf_rocm_tune.supervisor import Limits
-from hf_rocm_tune.survive import heartbeat
+from hf_rocm_tune.lifecycle import heartbeat
+from hf_rocm_tune.lifecycle import supervisor as supervision
+from hf_rocm_tune.lifecycle.supervisor import Limits
 from hf_rocm_tune.survive.run_directory import read_record
 
 QUICK = Limits(backoff_seconds=0, stall_seconds=2, start_seconds=30, grace_seconds=0.3)

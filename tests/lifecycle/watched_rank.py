@@ -1,4 +1,4 @@
-"""One process under the stall watchdog, without torch: ``python -m tests.survive.watched_rank JSON``.
+"""One process under the stall watchdog, without torch: ``python -m tests.lifecycle.watched_rank JSON``.
 
 Keys of the JSON: ``rank``, ``place`` (null: alone), ``report`` (the file for a stall's report), ``limits`` (seconds by
 phase), ``script`` (a list of steps, see `_STEPS`), ``on_stall`` ("write", "raise", "hold"). Ranks with a place begin
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_rocm_tune.survive import watchdog as watchdogs
-from hf_rocm_tune.survive.watchdog import RankStatus, Watchdog
+from hf_rocm_tune.lifecycle import watchdog as watchdogs
+from hf_rocm_tune.lifecycle.watchdog import RankStatus, Watchdog
 
 
 class Rank(Watchdog):

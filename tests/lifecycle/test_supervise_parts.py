@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.supervisor import (
+from hf_rocm_tune.lifecycle import heartbeat
+from hf_rocm_tune.lifecycle.supervisor import (
     Death,
     Limits,
     PulseWatch,
@@ -21,10 +22,9 @@ from hf_rocm_tune.supervisor import (
     main,
     to_start,
 )
-from hf_rocm_tune.survive import heartbeat
 
 THIS = [sys.executable, "-m"]
-THROUGH = [*THIS, "hf_rocm_tune.launch"]
+THROUGH = [*THIS, "hf_rocm_tune.lifecycle.launch"]
 
 
 @pytest.mark.parametrize(

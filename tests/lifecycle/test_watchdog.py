@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.survive.watchdog import RankStatus
+from hf_rocm_tune.lifecycle.watchdog import RankStatus
 
 LIMIT = 0.6
 TIMEOUT = 60.0
@@ -44,7 +44,7 @@ class Ranks:
             **given,
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.survive.watched_rank", json.dumps(request)],
+            [sys.executable, "-m", "tests.lifecycle.watched_rank", json.dumps(request)],
             cwd=self._checkout,
             stderr=subprocess.PIPE,
             text=True,

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 
-from hf_rocm_tune import errors, exits
+from hf_rocm_tune import errors
+from hf_rocm_tune.lifecycle import exits
 from hf_rocm_tune.machine.process import check_bitsandbytes
 
 
@@ -123,7 +124,7 @@ def test_a_restart_after_a_stall_runs(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_record_of_another_launcher_does_not_silence_this_one(tmp_path: Path) -> None:
     """The key holds the parent: the same run id and rank under another launcher is another group."""
     code = (
-        "import sys; from hf_rocm_tune import errors, exits\n"
+        "import sys; from hf_rocm_tune import errors; from hf_rocm_tune.lifecycle import exits\n"
         "def main(): raise errors.UsageError('said')\n"
         "sys.exit(exits.run_guarded(main))\n"
     )
@@ -157,7 +158,7 @@ def test_jobs_of_one_notebook_are_not_one_group(capsys: pytest.CaptureFixture[st
 
 def test_no_room_for_the_record_loses_neither_line_nor_code(tmp_path: Path) -> None:
     code = (
-        "import resource; from hf_rocm_tune import errors, exits\n"
+        "import resource; from hf_rocm_tune import errors; from hf_rocm_tune.lifecycle import exits\n"
         "def main():\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         "    raise errors.CorruptionError('bytes')\n"
@@ -170,8 +171,10 @@ def test_no_room_for_the_record_loses_neither_line_nor_code(tmp_path: Path) -> N
 
 
 def test_what_starts_and_ends_a_job_imports_no_torch() -> None:
-    modules = "hf_rocm_tune.exits, hf_rocm_tune.settings.start, hf_rocm_tune.launch, hf_rocm_tune.supervisor"
-    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, hf_rocm_tune.settings.start; from hf_rocm_tune.lifecycle import exits, launch, supervisor\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hf_rocm_tune import exits
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.lifecycle import exits
+from hf_rocm_tune.lifecycle.heartbeat import Phase, Supervised
+from hf_rocm_tune.lifecycle.stall import PeerLostError, StallGuard, is_lost_peer, watched
 from hf_rocm_tune.settings.arguments import RanksArguments
-from hf_rocm_tune.survive.heartbeat import Phase, Supervised
-from hf_rocm_tune.train.stall import PeerLostError, StallGuard, is_lost_peer, watched
 
 
 class Run:
@@ -122,7 +122,7 @@ def test_a_broken_connection_is_one_line_that_names_the_rank_that_is_gone(
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     code = (
-        "import sys; from pathlib import Path; from hf_rocm_tune.survive.watchdog import RankStatus\n"
+        "import sys; from pathlib import Path; from hf_rocm_tune.lifecycle.watchdog import RankStatus\n"
         "RankStatus(Path(sys.argv[1]), 1)"
     )
     place = tmp_path / "ranks"

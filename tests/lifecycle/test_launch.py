@@ -17,14 +17,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_rocm_tune import launch
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.settings import flags
+from hf_rocm_tune.lifecycle import launch, launcher_flags
 
 #: A job that ends as its first argument says; with two processes, rank 1 ends so and rank 0 waits for it.
 STUB = """
     import os, signal, sys, time
-    from hf_rocm_tune import errors, exits
+    from hf_rocm_tune import errors
+    from hf_rocm_tune.lifecycle import exits
 
     KINDS = {2: errors.UsageError, 3: errors.CorruptionError, 5: errors.OutOfMemoryError}
 
@@ -58,8 +58,8 @@ STUB = """
 #: Several launches in one process share the launcher's imports.
 DRIVER = """
     import sys
-    from hf_rocm_tune.exits import run_guarded
-    from hf_rocm_tune.launch import launch
+    from hf_rocm_tune.lifecycle.exits import run_guarded
+    from hf_rocm_tune.lifecycle.launch import launch
 
     for how in sys.argv[2:]:
         code = run_guarded(lambda: launch("stub_job", [how], accelerate_config=sys.argv[1], extra=[]))
@@ -129,7 +129,7 @@ def test_two_processes_end_as_one_of_them_ended(place: Path) -> None:
 
 def launched(place: Path, how: str, config: str, *flags: str, **environ: str) -> subprocess.Popen[str]:
     """One launch in a process of its own."""
-    code = "import sys; from hf_rocm_tune import exits, launch\n" + (
+    code = "import sys; from hf_rocm_tune.lifecycle import exits, launch\n" + (
         f"sys.exit(exits.run_guarded(lambda: launch.launch('stub_job', [{how!r}], "
         "accelerate_config=sys.argv[1], extra=sys.argv[2:])))"
     )
@@ -179,7 +179,8 @@ def test_a_signal_reaches_the_job_once(place: Path, config: str, number: signal.
 def test_accelerate_launch_as_given_ends_as_the_job_ended(place: Path) -> None:
     """A configuration of the user's own, in the launcher's own words."""
     (place / "mine.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n")
-    command = [sys.executable, "-m", "hf_rocm_tune.launch", "--quiet", "--config_file", "mine.yaml", "-m", "stub_job"]
+    module = "hf_rocm_tune.lifecycle.launch"
+    command = [sys.executable, "-m", module, "--quiet", "--config_file", "mine.yaml", "-m", "stub_job"]
     done = subprocess.run(
         [*command, "5"], env=environment(place), cwd=place, capture_output=True, text=True, timeout=120
     )
@@ -204,9 +205,9 @@ def test_the_flags_that_both_have_are_the_known_ones() -> None:
 
     owners = (TuneArguments, RanksArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
     job = {field.name for owner in owners for field in fields(owner) if field.init}
-    assert not job & {*flags.launcher_flags()}
+    assert not job & {*launcher_flags.launcher_flags()}
     everything = {action.dest for action in launch_command_parser()._actions}
-    assert everything & job == flags.SHARED_WITH_THE_JOB
+    assert everything & job == launcher_flags.SHARED_WITH_THE_JOB
 
 
 @pytest.mark.parametrize(
