@@ -81,6 +81,15 @@ def test_gradients_that_are_always_nan_are_a_clear_stop_and_no_loop(job: Job, tm
     assert manifest.verify(output / "checkpoint-2") == []
 
 
+def test_what_a_run_wrote_is_not_overwritten_by_its_own_restart(job: Job, tmp_path: Path) -> None:
+    """The supervisor starts the same command line again, `--overwrite_output_dir` included."""
+    output = job.clean()
+    run_id = json.loads((output / "run.json").read_text())["run_id"]
+    told = heartbeat.Supervised(directory=str(tmp_path), start_seconds=0, stall_seconds=0, restart_of=run_id)
+    result = job.start(output, "--overwrite_output_dir", env={heartbeat.VARIABLE: told.to_json()}).wait()
+    assert result.code == 0 and "already holds this finished run" in result.stdout, result.stderr[-3000:]
+
+
 @pytest.mark.long
 def test_a_step_that_always_dies_is_left_out_and_the_run_ends(job: Job, tmp_path: Path) -> None:
     output = tmp_path / "out"
