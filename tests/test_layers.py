@@ -29,7 +29,7 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"counters", "errors", "version", "redaction"}),
-    frozenset({"configs", "foreign", "host_group", "paths", "upstream"}),
+    frozenset({"configs", "foreign", "host_group", "paths", "safetensors_header", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
     frozenset({"data", "models"}),
@@ -52,13 +52,14 @@ NO_HUGGING_FACE = frozenset(
         "configs",
         "foreign",
         "host_group",
+        "safetensors_header",
         "upstream",
         "machine",
         "transfer",
     }
 )
 NO_TORCH = re.compile(
-    r"(counters|errors|version|redaction|paths|configs|foreign)(\.\w+)*|cli|__main__|__init__"
+    r"(counters|errors|version|redaction|paths|configs|foreign|safetensors_header)(\.\w+)*|cli|__main__|__init__"
     r"|machine(\.(?!process|software|child)\w+)?"
     r"|plan\.(estimate|request|fit|candidates|command)"
 )

@@ -40,10 +40,10 @@ from hf_rocm_tune.lifecycle.exits import (
 from hf_rocm_tune.lifecycle.launcher_flags import CONFIG_FLAG, bare, launcher_flags, take_flag
 from hf_rocm_tune.machine import process, torch_build
 from hf_rocm_tune.redaction import print_line
+from hf_rocm_tune.safetensors_header import read_header
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-_LARGEST_HEADER = 100 << 20
 _CHOICE = {(False, False): "cpu", (False, True): "cpu_dual", (True, False): "single_rx7900xt"}  # GPU, several
 _ENDED_BY_REQUEST = frozenset(code for number in ENDING_SIGNALS for code in (-number, 128 + number))
 
@@ -250,11 +250,9 @@ def _cut_off(argv: Sequence[str]) -> list[str]:
     named = (Path(argument.rpartition("=")[2] or os.devnull) for argument in argv)
     for directory in filter(os.path.isdir, named):
         for file in sorted(directory.glob("*.safetensors")):
-            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError), file.open("rb") as opened:
-                header = int.from_bytes(opened.read(8), "little")
-                rows = json.loads(opened.read(min(header, _LARGEST_HEADER)))
-                ends = [row["data_offsets"][1] for name, row in rows.items() if name != "__metadata__"]
-                if file.stat().st_size < 8 + header + max(ends, default=0):
+            with suppress(OSError, ValueError):
+                ends = [entry.end for entry in read_header(file)]
+                if file.stat().st_size < max(ends, default=0):
                     found.append(f"{file} is cut off")
     return found
 

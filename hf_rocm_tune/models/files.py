@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import RefusedName, check_printable, checked_name, checked_names, file_in, read_object
+from hf_rocm_tune.safetensors_header import parse_header
 from hf_rocm_tune.transfer import Digest, combine, digest
 
 if TYPE_CHECKING:
@@ -191,19 +192,16 @@ class MappedFile:
 def tensors_in(content: bytearray | mmap.mmap) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of each entry of a safetensors file's content, which they share."""
     data = 8 + int.from_bytes(content[:8], "little")
-    for name, row in json.loads(content[8:data]).items():
-        if name == "__metadata__":
-            continue
-        if (dtype := _DTYPES.get(row["dtype"])) is None:
-            raise SafetensorError(f"{name} has the dtype {row['dtype']}, which cannot be loaded")
-        begin, end = (data + offset for offset in row["data_offsets"])
+    for begin, end, name, kind, shape in parse_header(content[8:data]):
+        if (dtype := _DTYPES.get(kind)) is None:
+            raise SafetensorError(f"{name} has the dtype {kind}, which cannot be loaded")
         if begin == end:
-            yield name, torch.empty(row["shape"], dtype=dtype)
+            yield name, torch.empty(shape, dtype=dtype)
             continue
         flat = torch.frombuffer(content, dtype=torch.uint8, offset=begin, count=end - begin)
         if begin % dtype.itemsize:
             flat = flat.clone()
-        yield name, flat.view(dtype).view(row["shape"])
+        yield name, flat.view(dtype).view(shape)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -401,8 +399,12 @@ def _sums(stream: Any) -> FileSums:
     start = b"".join(reader.pieces(8))
     length = int.from_bytes(start, "little")
     header = b"".join(reader.pieces(length)) if length < os.fstat(stream.fileno()).st_size else b""
-    for begin, end, name, dtype, shape in _entries(header):
-        for _ in reader.pieces(8 + length + begin - reader.bytes):
+    try:
+        entries = parse_header(header)
+    except ValueError:
+        entries = []  # loading reports it
+    for begin, end, name, dtype, shape in entries:
+        for _ in reader.pieces(begin - reader.bytes):
             pass  # a gap between two tensors
         parts, word = [], 0
         for piece in reader.pieces(end - begin):
@@ -431,18 +433,6 @@ class _HashingReader:
             self.bytes += len(piece)
             yield piece
             nbytes = None if nbytes is None else nbytes - len(piece)
-
-
-def _entries(header: bytes) -> list[tuple[int, int, str, str, tuple[int, ...]]]:
-    """Begin, end, name, dtype and shape of the tensors in a header, by place; none if it is not safetensors' header."""
-    try:
-        return sorted(
-            (*map(int, row["data_offsets"]), name, str(row["dtype"]), tuple(map(int, row["shape"])))
-            for name, row in json.loads(header or b"{}").items()
-            if name != "__metadata__"
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # loading reports it
 
 
 def _read_memory(memory: Path) -> dict[str, dict[str, Any]]:

@@ -1,14 +1,13 @@
 """Which tensor of which safetensors file a host tensor is, told by its address: its memory is the mapped file's.
 
 Loaders such as safetensors return views of the mapped file. The kernel lists the mapped files of a process with their
-addresses (``/proc/self/maps``, see proc(5)), and the file's header lists its tensors with their offsets
-(https://github.com/huggingface/safetensors#format). So no library needs to tell where its tensors came from.
+addresses (``/proc/self/maps``, see proc(5)), and the file's header lists its tensors with their offsets. So no library
+needs to tell where its tensors came from.
 """
 
 from __future__ import annotations
 
 import bisect
-import json
 import os
 import re
 import threading
@@ -16,9 +15,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from hf_rocm_tune.safetensors_header import read_header
+
 _MAPS = "/proc/self/maps"
 _SUFFIX = ".safetensors"
-_MAX_HEADER_BYTES = 100 << 20  # the library's own limit
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ \d+ +(/.*)")
 
 
@@ -99,21 +99,7 @@ def _entries(file: str) -> dict[tuple[int, int], str]:
         state = os.stat(file)
         key = (file, state.st_ino, state.st_size, state.st_mtime_ns)
         if key not in _headers:
-            _headers[key] = _read_header(file)
+            _headers[key] = {(entry.begin, entry.end): entry.name for entry in read_header(file)}
         return _headers[key]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError):
         return {}
-
-
-def _read_header(file: str) -> dict[tuple[int, int], str]:
-    with open(file, "rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        if size > _MAX_HEADER_BYTES:
-            return {}
-        rows = json.loads(stream.read(size))
-    data = 8 + size
-    return {
-        (data + row["data_offsets"][0], data + row["data_offsets"][1]): name
-        for name, row in rows.items()
-        if name != "__metadata__"
-    }
