@@ -23,6 +23,7 @@ from hf_rocm_tune.data.loader import AccumulationWindow
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.split import Crossing, Hops, SplitMover, layer_stack
 from hf_rocm_tune.models.tensors import tensors_of
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.transfer import Mover
 from hf_rocm_tune.transfer.copies import Fetcher
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
@@ -61,7 +62,7 @@ class Split(ParallelStrategy):
         accelerator.clip_grad_norm_ = self._clip
 
     @override
-    def connect(self, trainer: Any, *, one_by_one: bool) -> None:
+    def connect(self, trainer: OwningTrainer, *, one_by_one: bool) -> None:
         self._model = model = trainer.model
         base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
         hops = Hops(self.mover)
@@ -373,7 +374,7 @@ class Pipeline:
         self._threads = []
 
 
-def can_pipeline(trainer: Any) -> bool:
+def can_pipeline(trainer: OwningTrainer) -> bool:
     """Whether micro-batches may run concurrently.
 
     Not with a router's auxiliary loss, or where buffers are written; nor with a reference: TRL may compute it by the

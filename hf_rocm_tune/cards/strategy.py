@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_rocm_tune.cards.averaging import SyncSettings
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.placement import place
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.transfer import Mover
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class ParallelStrategy:
     def place(self, model: nn.Module) -> None:
         place(model, self.mover)
 
-    def connect(self, trainer: Any, *, one_by_one: bool) -> None:
+    def connect(self, trainer: OwningTrainer, *, one_by_one: bool) -> None:
         """The trainer has its model; ``one_by_one``: never compute several micro-batches at once."""
 
     def start(self, wrapped: nn.Module, optimizer: Any, compare: Compare, *, max_steps: int) -> None:

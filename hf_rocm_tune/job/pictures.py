@@ -30,6 +30,7 @@ from hf_rocm_tune.survive.run_directory import SMALL_PICTURES
 if TYPE_CHECKING:
     from hf_rocm_tune.data.sources import Rows, Splits
     from hf_rocm_tune.settings.arguments import Arguments
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
 TRAINED = ("sft", "dpo", "kto")  # methods with a collator for pictures
 _BAR_ROWS = 200  # fewer rows need no progress
@@ -51,7 +52,7 @@ class JobPictures:
     largest: tuple[int, tuple[Any, ...]] = (0, ())  # of a row for training: its tokens of pictures, and their tensors
     small: Sequence[Mapping[str, Any]] = ()  # the first pictures for training, see `picture_check.Looked`
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: VerifiedTransferMixin) -> None:
         """Put the trainer's collator behind ours, and the summaries where those of text rows are."""
         datasets = [rows for rows in (trainer.train_dataset, trainer.eval_dataset) if rows is not None]
         trainer.data_collator = self.around(trainer.data_collator, datasets)

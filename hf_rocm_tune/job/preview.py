@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hf_rocm_tune.data.sources import Splits
     from hf_rocm_tune.models.factory import ModelSource
     from hf_rocm_tune.settings.arguments import Arguments
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
 _BAR = 15
 _LOOKED_AT = 100  # rows, for one with pictures and one without
@@ -57,7 +58,7 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
     if not is_plain_template(args):  # TRL would resize the embeddings, which a model without weights cannot
         tokenizer, args.chat_template_path = _with_tokens_of(tokenizer, args.chat_template_path), None
     with as_usage_errors(), tempfile.TemporaryDirectory() as args.output_dir:  # it makes the directory
-        trainer: Any = trainer_class(
+        trainer: VerifiedTransferMixin = trainer_class(
             model=model,
             args=args,
             train_dataset=data.train,
@@ -80,7 +81,7 @@ def _with_tokens_of(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrained
     return extended
 
 
-def rows_of(trainer: Any, split: str) -> list[dict[str, Any]]:
+def rows_of(trainer: VerifiedTransferMixin, split: str) -> list[dict[str, Any]]:
     """The first row of a split, and the longest of the first hundred, as tokens with whether each counts."""
     dataset = getattr(trainer, f"{split}_dataset") or ()
     if trainer.pictures is not None:
@@ -96,7 +97,7 @@ def rows_of(trainer: Any, split: str) -> list[dict[str, Any]]:
     ]
 
 
-def _pictured_rows(trainer: Any, dataset: Any, split: str) -> list[dict[str, Any]]:
+def _pictured_rows(trainer: VerifiedTransferMixin, dataset: Any, split: str) -> list[dict[str, Any]]:
     """The first row with pictures and the first without, as the collator makes batches of them."""
     collator, tokenizer = trainer.data_collator, trainer.processing_class.tokenizer
     chosen: dict[bool, dict[str, Any]] = {}
@@ -146,7 +147,7 @@ def _pieces(tokenizer: Any, ids: list[int], counts: list[bool]) -> list[dict[str
     return pieces
 
 
-def shown(trainer: Any, form: str, *, colour: bool) -> str:
+def shown(trainer: VerifiedTransferMixin, form: str, *, colour: bool) -> str:
     """The preview as ``text``, ``html`` or ``json``. Tokens that count are green, else between double brackets."""
     summaries = trainer.data_summaries.values()
     rows = [row for split in ("train", "eval") for row in rows_of(trainer, split)]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hf_rocm_tune.data.sources import Rows
     from hf_rocm_tune.settings.arguments import Arguments
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
 
 _COUNTED = {"messages": "the assistant's answers", "prompt_completion": "completions", "text": "all tokens"}
@@ -219,7 +220,7 @@ def _prepared(
     return rows, findings, True
 
 
-def finish_rows(arguments: Arguments, trainer: Any, data: Splits) -> dict[str, DataSummary]:
+def finish_rows(arguments: Arguments, trainer: VerifiedTransferMixin, data: Splits) -> dict[str, DataSummary]:
     """What of each split a trainer will train on, after it has tokenised the rows.
 
     Rows that only have thinking are left out if that is masked. Not counted: streamed rows.
@@ -246,7 +247,7 @@ def finish_rows(arguments: Arguments, trainer: Any, data: Splits) -> dict[str, D
     return {name: replace(row, findings=data.findings.get(name, ())) for name, row in summaries.items()}
 
 
-def _summaries(trainer: Any, data: Splits) -> dict[str, DataSummary]:
+def _summaries(trainer: VerifiedTransferMixin, data: Splits) -> dict[str, DataSummary]:
     """As TRL's trainer counted the rows, or from the rows of pairs that it made."""
     summaries: dict[str, DataSummary] = dict(getattr(trainer, "data_summaries", {}))
     for split in ("train", "eval"):

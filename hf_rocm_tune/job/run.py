@@ -598,7 +598,7 @@ def _trainer_settings(job: Job) -> TrainerSettings:
     )
 
 
-def _learn_end_tokens(trainer: Any) -> None:
+def _learn_end_tokens(trainer: VerifiedTransferMixin) -> None:
     """Have a model that writes text stop, and be saved to stop, at the end tokens that it is trained with."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "peft_config"):

@@ -33,6 +33,7 @@ from hf_rocm_tune.foreign import read_object
 from hf_rocm_tune.models import base_files
 from hf_rocm_tune.models.adapter import plain_lora, write_plain_lora
 from hf_rocm_tune.models.shards import placer
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import create_staging, move_files, replace_directory
 from hf_rocm_tune.survive.run_directory import is_wholly_of, move_aside, rotate
@@ -106,7 +107,7 @@ class StagedSave:
 class Checkpoints:
     """Saves and loads the checkpoints and the result of a trainer; see the module's description."""
 
-    def __init__(self, trainer: Any, publisher: Any) -> None:
+    def __init__(self, trainer: OwningTrainer, publisher: Any) -> None:
         """``publisher`` uploads what has its manifest: a `checkpoint` or the `result`; only the latter raises."""
         self._trainer, self._publisher = trainer, publisher
         self._stage: StagedSave | None = None  # while upstream writes

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from hf_rocm_tune.cards.agree import all_gather_floats, highest
 from hf_rocm_tune.errors import CorruptionError, DivergedError, listed
 from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.survive.run_directory import list_checkpoints
 from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
 from hf_rocm_tune.transfer import Digest, QueuedDigests
@@ -132,7 +133,7 @@ class StepGuard:
 class TrainingGuard:
     """Judges the steps of a trainer and the weights it is about to save; ``max_skipped``: see `StepGuard`."""
 
-    def __init__(self, trainer: Any, *, max_skipped: int) -> None:
+    def __init__(self, trainer: OwningTrainer, *, max_skipped: int) -> None:
         self._trainer = trainer
         self._steps = StepGuard(max_skipped=max_skipped)
         self._losses: list[Tensor] = []  # of the micro-steps so far, on the device

@@ -31,6 +31,7 @@ from hf_rocm_tune.cards.strategy import Stock
 from hf_rocm_tune.data.loader import IN_ROW
 from hf_rocm_tune.errors import OutOfMemoryError, device_shortage
 from hf_rocm_tune.models.placement import release_memory
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.transfer import map_tensors
 
@@ -230,7 +231,7 @@ def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]
 # ---- rewinding an optimizer step ----------------------------------------------------------------------------
 
 
-def metrics_of(trainer: Any) -> dict[str, dict[str, list[Any]]]:
+def metrics_of(trainer: OwningTrainer) -> dict[str, dict[str, list[Any]]]:
     """What TRL's trainers have recorded since the last log, by mode and name; empty for other trainers."""
     found: dict[str, dict[str, list[Any]]] | None = upstream.read("metrics", trainer)
     if found is None and any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
@@ -252,7 +253,7 @@ class StepWindow:
     gradients (there are none at the start of a step). Offloaded activations are freed with the graph that saved them.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: OwningTrainer) -> None:
         self._trainer = trainer
         self.batches: list[Mapping[str, Any]] = []  # of the micro-steps so far, as host tensors
         cards = [each for each in trainer.devices if each.type == "cuda"]
@@ -303,7 +304,7 @@ class OutOfMemoryRecovery:
     ranks, never decreasing; ``loss_factor``: by which the trainer must multiply the loss of the current part; ``on``:
     whether steps are repeated."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: OwningTrainer) -> None:
         self._trainer = trainer
         self.on, self.divisor = False, 1
         self._window: StepWindow | None = None
@@ -501,7 +502,7 @@ def _pictures_told(inputs: Mapping[str, Any]) -> str:
     return f", {tokens} of them of {pictures} picture{'s' * (pictures != 1)}"
 
 
-def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
+def evaluated(trainer: OwningTrainer, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
     """The result of an evaluation, repeated with half as many rows at a time while memory runs out."""
     args, state = trainer.args, trainer.accelerator.gradient_state
     loaders, logged = state.dataloader_references, metrics_of(trainer).get("eval", {})
@@ -531,14 +532,14 @@ def evaluated(trainer: Any, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
         logger.warning("no memory to evaluate %d rows at a time (%s): %d from now on", size, said, size // 2)
 
 
-def _count_shortages(trainer: Any, shortages: Sequence[dict[str, Any]], outcome: str) -> None:
+def _count_shortages(trainer: OwningTrainer, shortages: Sequence[dict[str, Any]], outcome: str) -> None:
     report = trainer.transfer_report
     report.count("memory", shortages=len(shortages), recovered=len(shortages) if outcome == "recovered" else 0)
     for each in shortages:
         report.incident({**each, "outcome": outcome})
 
 
-def read_state(trainer: Any, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:
+def read_state(trainer: OwningTrainer, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:
     """The divisor recorded for this run (1 without a record), and the incident that ended its last start, if any; a
     user's own trainer has no run id: then only what resumes counts."""
     with suppress(OSError, ValueError, TypeError, KeyError):  # a file that is not there, or not ours, says nothing
@@ -562,7 +563,7 @@ def local_gathers(accelerator: Any, on: bool = True) -> Iterator[None]:
         del accelerator.gather
 
 
-def _takes_a_mean(trainer: Any, num_items: Any) -> bool:
+def _takes_a_mean(trainer: OwningTrainer, num_items: Any) -> bool:
     """Whether upstream treats the loss as a mean over the micro-batch and divides it by the accumulation steps."""
     if trainer.loss_is_scaled_for_ga is not None:
         return not trainer.loss_is_scaled_for_ga

@@ -33,6 +33,7 @@ from hf_rocm_tune.cards.strategy import Stock
 from hf_rocm_tune.errors import CorruptionError, device_shortage
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.quantised import running_statistics
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.train.arithmetic.attention import attention_error
 from hf_rocm_tune.train.arithmetic.checks import FIRST_STEPS, ArithmeticChecks
 from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
@@ -75,7 +76,7 @@ class Replays:
         bound: how far the figures of two runs may lie apart, where it does not.
     """
 
-    def __init__(self, trainer: Any, products: ArithmeticChecks, *, on: bool) -> None:
+    def __init__(self, trainer: OwningTrainer, products: ArithmeticChecks, *, on: bool) -> None:
         self._trainer, self._products, self._on = trainer, products, on
         self._begun = self._length = self._count = 0
         self._every = EVERY

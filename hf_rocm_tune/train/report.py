@@ -28,6 +28,7 @@ from hf_rocm_tune.transfer.report import BETWEEN_CARDS, coverage_of, share_words
 
 if TYPE_CHECKING:
     from hf_rocm_tune.train.telemetry import Telemetry
+    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
 FILE_NAME = "transfer_report.json"
 SCHEMA = 2
@@ -52,7 +53,7 @@ class RunFacts:
     preflight: Mapping[str, Any] | None = None  # how several ranks average gradients, and the evidence
 
 
-def build(trainer: Any, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
+def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
     """Build the report; ``gather``: over all ranks (collective), False for this rank only, after a failure."""
     looked = facts.telemetry.summary() if facts.telemetry else None
     mine = (trainer.transfer_report.to_dict(), facts.findings, looked)
@@ -116,7 +117,7 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
     return target
 
 
-def write_report(trainer: Any, directory: Path) -> list[str]:
+def write_report(trainer: VerifiedTransferMixin, directory: Path) -> list[str]:
     """Write report, log and record of a result that a user's own script saves; returns the names of the first two.
     Collective."""
     data = tuple(one.to_dict() for one in getattr(trainer, "data_summaries", {}).values())
@@ -132,7 +133,7 @@ def write_report(trainer: Any, directory: Path) -> list[str]:
     return [FILE_NAME, TRAINER_STATE_NAME]
 
 
-def write_partial(trainer: Any, facts: RunFacts, error: BaseException) -> None:
+def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseException) -> None:
     """After a failure: rank 0 writes what it knows, or adds a note to the error if it cannot."""
     if not trainer.is_world_process_zero():
         return
@@ -142,7 +143,7 @@ def write_partial(trainer: Any, facts: RunFacts, error: BaseException) -> None:
         error.add_note(f"{FILE_NAME} could not be written either: {also}")
 
 
-def write_incident(trainer: Any, facts: RunFacts, incident: dict[str, Any]) -> None:
+def write_incident(trainer: VerifiedTransferMixin, facts: RunFacts, incident: dict[str, Any]) -> None:
     """Record an incident, and write what this rank knows, without asking another one."""
     trainer.transfer_report.incident(incident)
     write(build(trainer, facts, gather=False), Path(trainer.args.output_dir))

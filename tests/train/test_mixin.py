@@ -24,6 +24,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_rocm_tune import was_verified
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
 from hf_rocm_tune.models import recompute
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
 from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT
 
@@ -57,6 +58,16 @@ def judged(trainer: Any) -> Iterator[list[bool]]:
 
 def losses(trainer: Any) -> list[float]:
     return [row[key] for row in trainer.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in row]
+
+
+def test_a_trainer_has_all_that_its_parts_ask_of_it(make: Make) -> None:
+    """Type checkers cannot tell: transformers' ``Trainer`` is of any type to them."""
+    trainer = make(VerifiedPlain)
+    methods = {name for name, value in vars(OwningTrainer).items() if callable(value) or isinstance(value, property)}
+    asked = {*OwningTrainer.__annotations__, *methods} - {"__init__", "__subclasshook__"}
+    asked -= {"current_gradient_accumulation_steps"}  # it has that while it trains
+    assert {"args", "beat", "is_sharded", "_save"} <= asked
+    assert [name for name in sorted(asked) if not hasattr(trainer, name)] == []
 
 
 @pytest.mark.parametrize(("ours", "stock"), [(VerifiedPlain, Trainer), (VerifiedSFT, SFTTrainer)])

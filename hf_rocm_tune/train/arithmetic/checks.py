@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_rocm_tune.models import experts, loss, products
 from hf_rocm_tune.models.quantised import Watch, dequantised, on_dequantised
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.train.arithmetic.bounds import SHARE, share_of_step, weight_residuals
 from hf_rocm_tune.train.arithmetic.checksums import HostWeights
 from hf_rocm_tune.train.arithmetic.experts import ProductsWithin
@@ -70,7 +71,7 @@ class ArithmeticChecks:
 
     # ---- a training begins --------------------------------------------------------------------------------------
 
-    def prepare(self, trainer: Any, changed: Callable[[], None]) -> None:
+    def prepare(self, trainer: OwningTrainer, changed: Callable[[], None]) -> None:
         """A training begins. ``changed`` is called when a frozen weight is no longer what was verified; it raises."""
         if self._mode == "off" or self._products:
             return
@@ -91,7 +92,7 @@ class ArithmeticChecks:
             self._at_once = max(1, int(often * len(self._products)))
             self.period = math.ceil(len(self._products) / self._at_once)
 
-    def _checkable(self, trainer: Any) -> list[Product]:
+    def _checkable(self, trainer: OwningTrainer) -> list[Product]:
         precision = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(trainer.accelerator.mixed_precision)
         layers = frozen_products(trainer.model, computed_in=precision, own_parts=trainer.get_tp_size() > 1)
         # Fused losses multiply with the head's weight without calling its module; TRL's own ones are not seen.
