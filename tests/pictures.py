@@ -1,10 +1,10 @@
-"""A small LLaVA whose processor needs no torchvision, and rows with pictures."""
+"""Small image-text models, and rows with pictures. Only Qwen3-VL's processor needs torchvision."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,87 @@ def build_paligemma(directory: Path) -> Path:
     return directory
 
 
+def build_gemma3(directory: Path) -> Path:
+    """SigLIP on 28 x 28 pixels (4 patches), and a Gemma 3 whose pictures read themselves in both directions."""
+    from transformers import (
+        AutoModelForImageTextToText,
+        Gemma3Config,
+        Gemma3ImageProcessorPil,
+        Gemma3Processor,
+        Gemma3TextConfig,
+        SiglipVisionConfig,
+    )
+
+    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *named.values()]})
+    tokenizer._set_model_specific_special_tokens(named)
+    processor = Gemma3Processor(
+        image_processor=Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
+        tokenizer=tokenizer,
+        image_seq_length=TOKENS,
+        chat_template=TEMPLATE.replace("<image>", "<start_of_image>"),
+    )
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 16, "vocab_size": 576}
+    window = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    indices = {f"{name[:5].rstrip('_')}_token_index": tokenizer.convert_tokens_to_ids(named[name]) for name in named}
+    config = Gemma3Config(
+        text_config=Gemma3TextConfig(**size, **more, **window, **ids, max_position_embeddings=256),
+        vision_config=SiglipVisionConfig(**size, image_size=28, patch_size=14),
+        mm_tokens_per_image=TOKENS,
+        **indices,
+        **ids,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
+def build_qwen3_vl(directory: Path) -> Path:
+    """A tower that takes pictures of any size as patches, in one tensor for all rows, and a Qwen3."""
+    from transformers import (
+        AutoModelForImageTextToText,
+        Qwen2VLImageProcessorPil,
+        Qwen3VLConfig,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    named = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
+    named |= {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *named.values()]})
+    shown = f"{named['vision_start']}{named['image']}{named['vision_end']}"
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 32 * 32, "longest_edge": 128 * 128}, patch_size=16, merge_size=2
+        ),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(),
+        chat_template=TEMPLATE.replace("<image>", shown),
+    )
+    size = {"hidden_size": 64, "intermediate_size": 128}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    seeing = {"depth": 2, "num_heads": 4, "out_hidden_size": 64, "num_position_embeddings": 64, "patch_size": 16}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = Qwen3VLConfig(
+        vision_config={**size, **seeing, "deepstack_visual_indexes": [0, 1]},
+        text_config={**size, **text, **ids, "vocab_size": 576, "max_position_embeddings": 256, "rope_parameters": rope},
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()},
+        **ids,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
 def picture(number: int, size: tuple[int, int] = (40, 32), mode: str = "RGB") -> Any:
     from PIL import Image
 
@@ -131,11 +212,13 @@ def write_rows(directory: Path, count: int = 16) -> Path:
     return directory
 
 
-def write_files(directory: Path, count: int = 16, **how: Any) -> list[str]:
-    """Pictures as PNG files ``0.png`` ...; returns their names."""
+def write_files(
+    directory: Path, count: int = 16, sizes: Sequence[tuple[int, int]] = ((40, 32),), first: int = 0
+) -> list[str]:
+    """Pictures as PNG files ``0.png`` ..., their sizes by turns, from picture ``first``; returns their names."""
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        picture(number, **how).save(directory / f"{number}.png")
+        picture(first + number, sizes[number % len(sizes)]).save(directory / f"{number}.png")
     return [f"{number}.png" for number in range(count)]
 
 

@@ -124,6 +124,10 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", {**_HEAD_DIM, "intermediate_size": HIDDEN, "num_local_experts": 4, **_GPT_OSS}),
 }
 ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
+_LINEAR = {f"linear_{name}_head_dim": 16 for name in ("key", "value")}
+_LINEAR |= {f"linear_num_{name}_heads": 4 for name in ("key", "value")}
+_LINEAR["layer_types"] = ["linear_attention", "full_attention"]
+_CONFIGS["qwen3_5"] = ("Qwen3_5TextConfig", {**_HEAD_DIM, **_LINEAR})  # with layers that no other one has
 
 
 def config_of(arch: str, tokenizer: PreTrainedTokenizerFast, **own: Any) -> PretrainedConfig:

@@ -188,8 +188,16 @@ def _read(collator: PictureCollator, row: Mapping[str, Any], decode: bool) -> tu
     for source in sources:
         image = collator.pictures.header(source)
         transparent = image.mode in _TRANSPARENT or "transparency" in image.info
-        heads.append((image.size, transparent, getattr(image, "n_frames", 1) > 1))
+        heads.append((image.size, transparent, _animated(image)))
     return heads, collator.pictures.example(row) if decode else None
+
+
+def _animated(image: Any) -> bool:
+    """Whether a picture has further frames, of which none is used."""
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except Exception:  # of a frame that cannot be read
+        return True
 
 
 def _note_headers(tally: _Tally, number: int, heads: list[Any]) -> None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
+import filecmp
 import hashlib
 import io
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlparse
+from urllib.parse import unquote, urlparse
 
 from hf_rocm_tune.data.formats import STREAMED_ROWS
 from hf_rocm_tune.data.sources import COLUMNS, OTHER_MEDIA, PICTURE_PARTS, TURNS, columns_of
@@ -35,6 +37,10 @@ TAG = "<image>"  # what the toolkits write into a text where a picture belongs
 _PAYLOADS = ("image", "image_url", "url", "path", "base64", "source", "bytes")  # keys of a part that hold a picture
 _GREY_16 = ("I", "I;16", "I;16L", "I;16B", "I;16N", "F")
 _ADDRESS_SECONDS = 20
+_NAME_LENGTH = 200  # of a picture in a message
+# Of large pictures, and of what stands beside pixels, such as damaged EXIF. Once for all: pictures are read in threads.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+_URL_SAFE = str.maketrans("-_", "+/")  # the other alphabet of base64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +135,6 @@ class PictureRows:
 
     def header(self, source: Any) -> Image:
         """One picture whose pixels are not decoded yet; what its header shows to be unusable is refused."""
-        import warnings
-
         from PIL import Image, UnidentifiedImageError
 
         name = name_of(source)
@@ -139,9 +143,7 @@ class PictureRows:
         else:
             stream, begins = self._stream(source, name)
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                    image = Image.open(stream)
+                image = Image.open(stream)
             except Image.DecompressionBombError as error:
                 raise PictureError(
                     f"{name} is refused as a decompression bomb ({_first_line(error).rpartition(',')[0]}): make it "
@@ -163,8 +165,8 @@ class PictureRows:
                 ) from error
         if image.mode in _GREY_16:
             raise PictureError(
-                f"{name} has 16 bits of grey, which models read as white: convert it to 8 bits, in the range that "
-                "matters, with `mogrify -auto-level -depth 8 FILE`",
+                f"{name} has more than 8 bits of grey, which models read as white: convert it to 8 bits, in the range "
+                "that matters, with `mogrify -auto-level -depth 8 FILE`",
                 kind="grey",
                 picture=name,
             )
@@ -172,6 +174,10 @@ class PictureRows:
 
     def _stream(self, source: Any, name: str) -> tuple[Any, bytes]:
         """The bytes of a picture as a file, and how they begin."""
+        if not isinstance(source, str | bytes | Mapping):
+            raise PictureError(
+                f"a picture is given as {source!r}: give its path, its address or its bytes", kind="no source"
+            )
         content = _embedded(source, name)
         if content is None:
             path = self._path(_address(source), name)
@@ -188,11 +194,30 @@ class PictureRows:
             raise PictureError("a picture has neither bytes nor a path", kind="missing", picture=name)
         if text.startswith(("http://", "https://")):
             return _fetched(text)
-        path = expand_user(text.removeprefix("file://"))
+        if "://" in text and not text.startswith("file://"):
+            raise PictureError(
+                f"{name} cannot be fetched, only http:// and https:// can: download the picture and name the file",
+                kind="scheme",
+                picture=name,
+            )
+        plain = text.removeprefix("file://localhost").removeprefix("file://")
+        path = expand_user(plain)
+        if text.startswith("file://") and not os.path.exists(path):
+            path = Path(unquote(plain))
         tried = [path] if path.is_absolute() else [folder / path for folder in (*self.folders, Path.cwd())]
-        for candidate in tried:
-            if os.path.isfile(candidate):  # unlike Path.is_file, never raises
-                return candidate
+        found = [candidate for candidate in tried if os.path.isfile(candidate)]  # unlike Path.is_file, never raises
+        for other in found[1 : len(self.folders)]:
+            if not filecmp.cmp(found[0], other, shallow=False):
+                raise PictureError(
+                    f"{name} is another picture in {found[0].parent} than in {other.parent}: write whole paths, or "
+                    "give other names",
+                    kind="two files",
+                    picture=name,
+                )
+        if found:
+            return found[0]
+        if any(os.path.isdir(candidate) for candidate in tried):
+            raise PictureError(f"{name} is a folder, and no picture", kind="folder", picture=name)
         where = (
             "" if path.is_absolute() else f" in {', '.join(str(folder) for folder in self.folders or (Path.cwd(),))}"
         )
@@ -259,11 +284,12 @@ class _Reader:
 
 
 def listed(value: Any) -> list[Any]:
-    """The pictures of a column's value: a list, a single picture, or nothing."""
+    """The pictures of a column's value: a list, also of lists, a single picture, or nothing."""
     if value is None:
         return []
-    values = value if isinstance(value, list | tuple) else [value]
-    return [each for each in values if each is not None and each != ""]
+    if isinstance(value, list | tuple):
+        return [each for inner in value for each in listed(inner)]
+    return [] if value == "" else [value]
 
 
 def _with_pictures_first(messages: list[Any], count: int) -> list[Any]:
@@ -300,12 +326,16 @@ def name_of(source: Any) -> str:
     if isinstance(source, Mapping):
         inner = next((source[key] for key in ("path", "url") if source.get(key)), None)
         if inner is not None:
-            return str(inner)
+            return name_of(inner)
         content = source.get("bytes") or source.get("data") or b""
         return f"a picture of {len(content):,} bytes in the data file"
-    if isinstance(source, str):
-        return f"a picture in the text of {len(source):,} characters" if source.startswith("data:") else source
-    return "a picture in the data file"
+    if not isinstance(source, str):
+        return "a picture in the data file"
+    if source.startswith("data:"):
+        return f"a picture in the text of {len(source):,} characters"
+    if len(source) > _NAME_LENGTH:
+        return f"{source[: _NAME_LENGTH // 2]}... ({len(source):,} characters)"
+    return source
 
 
 def _address(source: Any) -> str:
@@ -318,18 +348,21 @@ def _embedded(source: Any, name: str) -> bytes | None:
     """The bytes of a picture that the row itself holds; None: they are elsewhere."""
     if isinstance(source, bytes):
         return source
+    written = False  # as base64, whatever it looks like
     if isinstance(source, Mapping):
         if source.get("bytes") is not None:
             return bytes(source["bytes"])
+        written = bool(source.get("data"))
         source = source.get("data") or source.get("url") or ""  # Anthropic's and OpenAI's
         if isinstance(source, bytes):
             return source
     if isinstance(source, str) and source.startswith("data:"):
         source = source.partition(",")[2]
-    elif not (isinstance(source, str) and len(source) > 255 and "://" not in source[:16]):  # longer than a file's name
-        return None
+    elif not (written or (isinstance(source, str) and len(source) > 255 and "://" not in source[:16])):
+        return None  # longer than a file's name
+    packed = "".join(str(source).split()).translate(_URL_SAFE).rstrip("=")
     try:
-        return base64.b64decode(source, validate=True)
+        return base64.b64decode(packed + "=" * (-len(packed) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise PictureError(f"{name} is no base64 of a picture ({error})", kind="unknown", picture=name) from error
 
@@ -337,6 +370,7 @@ def _embedded(source: Any, name: str) -> bytes | None:
 def _fetched(address: str) -> Path:
     """The file of a picture at an address, which is fetched once and kept in the cache."""
     import urllib.request
+    from http.client import HTTPException
 
     from huggingface_hub import constants
 
@@ -347,8 +381,8 @@ def _fetched(address: str) -> Path:
     try:
         with urllib.request.urlopen(address, timeout=_ADDRESS_SECONDS) as answer:
             content = answer.read()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
+    except (OSError, ValueError, HTTPException) as error:
+        reason = getattr(error, "reason", None) or _first_line(error)
         raise PictureError(
             f"{address} cannot be fetched ({reason}): download the picture and name the file",
             kind=f"address of {urlparse(address).hostname}",

@@ -185,7 +185,11 @@ def _folders(arguments: Arguments) -> tuple[Path, ...]:
         if not os.path.isdir(folder):
             raise UsageError(f"--image_folder {arguments.tune.image_folder} is no directory")
         return (folder.absolute(),)
-    names = [arguments.script.dataset_name, *(part.path for part in arguments.mixture.datasets or ())]
+    names = [arguments.script.dataset_name]
+    for part in arguments.mixture.datasets or ():
+        given = part.data_files.values() if isinstance(part.data_files, Mapping) else [part.data_files]
+        files = [each for some in given for each in (some if isinstance(some, list | tuple) else [some])]
+        names += [part.data_dir, *files, part.path]
     paths = [expand_user(name).absolute() for name in names if name]
     return tuple(path if path.is_dir() else path.parent for path in paths if path.exists())
 

@@ -655,7 +655,12 @@ def _choose_vision(arguments: Arguments, model: Any, config: Any) -> None:
     reads_text_only = model.config.get_text_config() is model.config
     if reads_text_only and not (asked and (tower or projector)):
         return
-    from hf_rocm_tune.models.vision import parameters_of, vision_parts, whole_modules  # not imported for text
+    from hf_rocm_tune.models.vision import (  # not imported for text
+        has_linear,
+        parameters_of,
+        vision_parts,
+        whole_modules,
+    )
 
     parts = vision_parts(model)
     if parts is None:
@@ -665,7 +670,12 @@ def _choose_vision(arguments: Arguments, model: Any, config: Any) -> None:
     if "lora_target_modules" in arguments.given and not asked:
         return  # the user's own
     if asked and projector in ("lora", "whole") and not parts.projector:
-        raise UsageError(f"--train_projector: no linear layer of {type(model).__name__} is one of a projector")
+        raise UsageError(f"--train_projector: no layer of {type(model).__name__} is one of a projector")
+    if asked and projector == "lora" and not has_linear(model, parts.projector):
+        raise UsageError(
+            f"--train_projector lora: the projector of {type(model).__name__} has no linear layer for an adapter; "
+            "--train_projector whole trains it"
+        )
     config.exclude_modules = parts.left_out(tower=tower == "lora", projector=projector == "lora")
     whole = whole_modules(model, parts, tower=tower == "whole", projector=projector == "whole")
     if whole:

@@ -17,7 +17,10 @@ _MERGER = re.compile("merger|projector|connector")  # inside a tower, as Qwen's
 
 @dataclass(frozen=True)
 class VisionParts:
-    """Names of modules outside the language model that hold linear layers."""
+    """Names of modules outside the language model that hold linear layers.
+
+    ``projector`` may hold none: Gemma 3's is a matrix of its own, which can be trained whole only.
+    """
 
     tower: tuple[str, ...]
     projector: tuple[str, ...]
@@ -61,7 +64,17 @@ def vision_parts(model: nn.Module) -> VisionParts | None:
             projector.add(".".join([owner, *inside[: merger + 1]]))
         else:
             tower.add(owner)
+    if not projector:
+        outside = (name for name, _ in model.named_modules() if not any(_is_within(name, each) for each in towers))
+        projector.update(name for name in outside if _MERGER.search(name.rpartition(".")[2]))
     return VisionParts(tuple(sorted(tower)), tuple(sorted(projector)))
+
+
+def has_linear(model: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether adapters can be put on one of these modules."""
+    return any(
+        isinstance(module, nn.Linear | Conv1D) for name in names for module in model.get_submodule(name).modules()
+    )
 
 
 def parameters_of(model: nn.Module, names: tuple[str, ...], but: tuple[str, ...] = ()) -> int:

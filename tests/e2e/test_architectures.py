@@ -85,3 +85,14 @@ def test_every_byte_on_the_device_was_verified(
         assert report["weights"]["bytes"] > 0.95 * in_file
     assert report["batches"]["tensors"] > 0
     assert report["batches"]["mismatches"] == report["weights"]["mismatches"] == 0
+
+
+def test_adapters_that_start_elsewhere_than_trls_are_told(
+    server: CommandServer, base_flags: list[str], scratch: Path, tmp_path: Path
+) -> None:
+    """Loading Qwen3.5 draws random numbers; of the other architectures, which are as TRL's, nothing is said."""
+    for arch, told in (("qwen3_5", True), ("llama3", False)):
+        model = tiny.build(arch, scratch / "models")
+        settings = flags(model_name_or_path=model, max_steps=1, output_dir=tmp_path / arch)
+        said = done(server.run(*base_flags, *settings)).stdout
+        assert ("the adapter starts from other values than TRL's" in said) is told, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from hf_rocm_tune.publish.commands import talk
 from hf_rocm_tune.publish.generate import Settings, loaded_model
 from tests import pictures
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import done, flags, losses_of, report_of
+from tests.e2e.conftest import ADAPTER, done, flags, losses_of, report_of
 
 Train = Callable[..., Result]
 COUNT = 16
@@ -60,8 +61,6 @@ def columns(make: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def data_url(path: str) -> str:
-    import base64
-
     return "data:image/png;base64," + base64.b64encode(Path(path).read_bytes()).decode()
 
 
@@ -124,12 +123,70 @@ def test_every_layout_trains_on_the_same_pictures(
     assert found["alpaca"] == found["swift"] != found["trl"]
 
 
-def test_relative_paths_are_from_the_folder_that_is_named(train: Train, folder: Path, tmp_path: Path) -> None:
+def test_relative_paths_are_from_the_folder_that_is_named(
+    server: CommandServer, model: Path, train: Train, folder: Path, tmp_path: Path
+) -> None:
     data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", layouts(folder)["relative"])
     refused = train(data, "refused")
     assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
     assert "row 1 of the 'train' split: 0.png does not exist" in refused.stderr and "--image_folder" in refused.stderr
     done(train(data, "found", "--image_folder", str(folder)))
+
+    parts = []
+    for number in range(2):  # a mixture of two folders, in which the same names are other pictures
+        part = tmp_path / f"part {number}"
+        pictures.write_files(part / "all", COUNT, first=number)
+        rows = columns(lambda n: {"images": [f"all/{n}.png"], "messages": pictures.turns(n)})
+        pictures.write_jsonl(part / "train.jsonl", rows)
+        parts.append({"path": str(part)})
+    recipe = {"model_name_or_path": str(model), "datasets": parts, "output_dir": str(tmp_path / "mixed")}
+    (tmp_path / "mixed.yaml").write_text(json.dumps(recipe))
+    refused = server.run("--config", str(tmp_path / "mixed.yaml"), "--dry_run")
+    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert f"0.png is another picture in {tmp_path / 'part 0' / 'all'} than in {part / 'all'}" in refused.stderr
+
+
+def _second_page_cut(path: Path, number: int) -> None:
+    noise = [Image.effect_noise((64, 64), 50).convert("RGB") for _ in range(2)]
+    pictures.picture(number).save(path, "TIFF", save_all=True, append_images=noise)
+    path.write_bytes(path.read_bytes()[:9000])
+
+
+def test_pictures_in_odd_forms_are_the_same_pictures(train: Train, folder: Path, tmp_path: Path) -> None:
+    """Other alphabets and lines of base64, names with blanks, lists in lists, a page and an EXIF that are damaged."""
+    plain = inline(lambda path: {"type": "image", "image": path}, folder)
+    odd = json.loads(json.dumps(plain))
+    content = [(folder / f"{number}.png").read_bytes() for number in range(COUNT)]
+    lines = base64.encodebytes(content[0]).decode()
+    pictures.picture(3).save(tmp_path / "a blank.png")
+    _second_page_cut(tmp_path / "pages.tif", 4)
+    damaged = b"Exif\0\0II*\0\x08\0\0\0\xff\x00\x12\x01\x03\x00"
+    for rows, more in ((plain, {}), (odd, {"exif": damaged})):
+        pictures.picture(5).save(tmp_path / f"{len(more)}.jpg", **more)
+        rows[5]["messages"][0]["content"][0]["image"] = str(tmp_path / f"{len(more)}.jpg")
+    short = base64.b64encode(content[2]).decode()
+    other = base64.urlsafe_b64encode(content[1]).decode().rstrip("=")
+    changed = {
+        0: {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{lines}"}},
+        1: {"type": "image", "image": f"data:image/png;base64,{other}"},
+        2: {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": short}},
+        3: {"type": "image", "image": (tmp_path / "a blank.png").as_uri()},
+        4: {"type": "image", "image": str(tmp_path / "pages.tif")},
+    }
+    assert len(short) < 255 and "\n" in lines and "%20" in changed[3]["image"]
+    for number, part in changed.items():
+        odd[number]["messages"][0]["content"][0] = part
+    still = ["--shuffle_dataset", "false", "--train_sampling_strategy", "sequential", "--dataloader_num_workers", "0"]
+    done(train(pictures.write_jsonl(tmp_path / "data" / "plain.jsonl", plain), "plain", *still))
+    ran = done(train(pictures.write_jsonl(tmp_path / "data" / "odd.jsonl", odd), "odd", *still))
+    assert losses_of(tmp_path / "odd") == losses_of(tmp_path / "plain")
+    assert "warn" not in ran.stderr.lower(), ran.stderr
+
+    listed = columns(lambda n: {"images": [[str(folder / f"{n}.png")]], "messages": pictures.turns(n)})
+    done(train(pictures.write_jsonl(tmp_path / "data" / "lists.jsonl", listed), "lists", "--dry_run"))
+    numbers = columns(lambda n: {"images": [n], "messages": pictures.turns(n)})
+    refused = train(pictures.write_jsonl(tmp_path / "data" / "numbers.jsonl", numbers), "out")
+    assert refused.code == 2 and "row 1 of the 'train' split: a picture is given as 0" in refused.stderr, refused.stderr
 
 
 def test_placeholders_are_not_in_the_loss_and_a_run_begun_with_them_goes_on(
@@ -216,6 +273,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (_cut, "is cut off or damaged"),
     "16-bit grey": (_grey_16, "mogrify -auto-level -depth 8"),
     "a bomb": (_bomb, "decompression bomb"),
+    "a folder": (lambda path: path.mkdir(exist_ok=True), "is a folder"),
 }
 
 
@@ -228,6 +286,8 @@ def test_bad_pictures_are_named_with_their_rows_before_the_model_is_loaded(
         path = tmp_path / f"{name}.png"
         make(path)
         rows[number]["images"] = [str(path)]
+    rows[-4]["images"] = ["s3://bucket/never.png"]
+    rows[-3]["images"] = ["http://127.0.0.2:9/never more.png"]
     rows[-2]["images"] = ["http://127.0.0.1:9/never.png"]
     rows[-1]["messages"][0]["content"] = "Is <image> a word?"
     refused = train(pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", rows), "out")
@@ -243,6 +303,8 @@ def test_bad_pictures_are_named_with_their_rows_before_the_model_is_loaded(
     for number, (name, (_, said)) in enumerate(BAD.items(), start=4):
         assert f"row {number} of the 'train' split: {tmp_path / f'{name}.png'}" in refused.stderr, name
         assert said in refused.stderr, name
+    assert "row 13 of the 'train' split: s3://bucket/never.png cannot be fetched, only http" in refused.stderr
+    assert "row 14 of the 'train' split: http://127.0.0.2:9/never more.png cannot be fetched" in refused.stderr
     assert "row 15 of the 'train' split: http://127.0.0.1:9/never.png cannot be fetched" in refused.stderr
     assert "row 16 of the 'train' split: 1 picture for 2 placeholders" in refused.stderr
     assert not (tmp_path / "out" / "integrity.json").exists()
@@ -404,6 +466,32 @@ def test_the_language_part_is_adapted_unless_more_is_asked_for(
     more = flags(model_name_or_path=model, dataset_name=data, output_dir=tmp_path / "on")
     done(server.run(*further, *more, "--adapter_name_or_path", str(tmp_path / "all")))
     assert _trained(tmp_path / "on") == _trained(tmp_path / "all")
+
+
+def test_a_projector_without_linear_layers_is_trained_whole(
+    server: CommandServer, train: Train, folder: Path, tmp_path: Path
+) -> None:
+    """Gemma 3's is a matrix: no adapter fits it, and all of it is in the adapter's file and the merged model."""
+    from safetensors.torch import load_file
+
+    base = ["--model_name_or_path", str(pictures.build_gemma3(tmp_path / "gemma3"))]
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", layouts(folder)["trl"])
+    refused = train(data, "refused", *base, "--train_projector", "lora")
+    assert refused.code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "--train_projector whole trains it" in refused.stderr
+    done(train(data, "whole", *base, "--train_projector", "whole"))
+    (name,) = [name for name in load_file(tmp_path / "whole" / ADAPTER) if "mm_input_projection_weight" in name]
+    done(server.run(str(tmp_path / "whole"), str(tmp_path / "merged"), env={"VERB": "merge"}))
+    trained = load_file(tmp_path / "whole" / ADAPTER)[name]
+    (written,) = [value for key, value in _tensors(tmp_path / "merged").items() if key.endswith("projection_weight")]
+    (before,) = [value for key, value in _tensors(Path(base[1])).items() if key.endswith("projection_weight")]
+    assert torch.equal(written, trained.to(written.dtype)) and not torch.equal(written, before)
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 # ---- results ---------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """Rows with pictures on a simulated card: a step that does not fit is repeated in parts, two ranks train like one.
 
-Rows have none, one or two pictures, so that the parts of a batch, and the batches of two ranks, differ in theirs.
+Rows have none, one or two pictures of several sizes, so that the parts of a batch, and the batches of two ranks, differ
+in theirs. The models keep their pixels in two ways: LLaVA and Gemma 3 have an entry for each picture, Qwen3-VL (where
+torchvision is installed) one tensor of patches, in which a larger picture has more.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,27 +18,31 @@ from safetensors.torch import load_file
 
 from tests import pictures
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import ADAPTER, Job, assert_covered, assert_same_run, done, losses_of, report_of
+from tests.e2e.conftest import ADAPTER, Job, assert_covered, assert_same_run, done, flags, losses_of, report_of
 from tests.e2e.test_oom import shortages_of
 from tests.two_ranks import environments
 
 pytestmark = pytest.mark.long
 
 ROWS, BATCH, STEPS = 32, 4, 4
-BOTH_PARTS = {"train_vision_tower": "lora", "train_projector": "lora"}
+SIZES = ((40, 32), (64, 96), (128, 32))
+MODELS = {"llava": pictures.build_llava, "gemma3": pictures.build_gemma3, "qwen3_vl": pictures.build_qwen3_vl}
+BOTH_PARTS = {"train_vision_tower": "lora", "train_projector": "whole"}
 
 
-@pytest.fixture(scope="module")
-def job(card_server: CommandServer, scratch: Path) -> Job:
+@pytest.fixture(scope="module", params=list(MODELS))
+def job(request: pytest.FixtureRequest, card_server: CommandServer, scratch: Path) -> Job:
     """In float32 and with SGD: rounding stays small where rows are divided otherwise."""
-    root = scratch / "pictures on card"
-    names = pictures.write_files(root / "files", ROWS)
+    if request.param == "qwen3_vl":
+        pytest.importorskip("torchvision")
+    root = scratch / f"{request.param} on card"
+    names = pictures.write_files(root / "files", ROWS, sizes=SIZES)
     rows = []
     for number in range(ROWS):
         shown = [str(root / "files" / names[(number + each) % ROWS]) for each in range(number % 3)]
         rows.append({"images": shown, "messages": pictures.turns(number)})
     settings = {
-        "model_name_or_path": pictures.build_llava(root / "model"),
+        "model_name_or_path": MODELS[request.param](root / "model"),
         "dataset_name": pictures.write_jsonl(root / "data" / "rows.jsonl", rows),
         "per_device_train_batch_size": BATCH,
         "max_length": 128,
@@ -71,6 +78,22 @@ def assert_same_end(output: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("trained", [{}, BOTH_PARTS], ids=["language model", "tower too"])
+def test_the_plan_counts_pictures(job: Job, tmp_path: Path, trained: dict[str, str]) -> None:
+    """Within 3 % of the most that the card's allocator held, with rows that are all as long as the longest."""
+    (line, *_) = [line for line in job.settings["dataset_name"].read_text().splitlines() if line.count(".png") == 2]
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", [json.loads(line)] * ROWS)
+    argv = flags(model=job.settings["model_name_or_path"], dataset=data, max_length=256)
+    planned = done(job.server.run(*argv, "--json", env={"VERB": "plan"}))
+    longest = json.loads(planned.stdout)["data"]["longest"]
+    given = {"dataset_name": data, "max_length": longest, "auto_fit": "plan", "gradient_accumulation_steps": 1}
+    given |= {"per_device_train_batch_size": ROWS, "gradient_checkpointing": "false"}  # the peak is told in MiB
+    job.done(tmp_path / "planned", **given, **trained)
+    report = report_of(tmp_path / "planned")
+    peak = report["telemetry"][0]["torch_peak_allocated_gib"] * 2**30
+    assert report["auto_fit"]["predicted_bytes"] / peak == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.parametrize("trained", [{}, BOTH_PARTS], ids=["language model", "tower too"])
 def test_a_step_that_does_not_fit_is_repeated_in_parts(job: Job, tmp_path: Path, trained: dict[str, str]) -> None:
     whole = job.clean(**trained)
     found = losses_of(whole)
@@ -90,12 +113,15 @@ def test_a_row_whose_pictures_do_not_fit_is_one_line(job: Job, tmp_path: Path) -
 
 @pytest.mark.parametrize("trained", [{}, BOTH_PARTS], ids=["language model", "tower too"])
 def test_two_ranks_train_like_one(job: Job, tmp_path: Path, trained: dict[str, str]) -> None:
-    """With one row each, so that a rank often has no picture where the other has; harmed pixels change nothing."""
+    """With one row each, so that a rank often has no picture where the other has; harmed pixels change nothing.
+
+    The one accumulates two rows: of some models, Qwen3-VL too, the Trainer averages the means of micro-batches.
+    """
     output, one_row = tmp_path / "two", {"per_device_train_batch_size": 1, **trained}
     for rank in ranks(job, output, **one_row):
         done(rank)
     assert report_of(output)["ranks"] == 2
-    assert_same_end(output, job.clean(**trained | {"per_device_train_batch_size": 2}))
+    assert_same_end(output, job.clean(**one_row, gradient_accumulation_steps=2))
 
     harmed = {"HF_ROCM_TUNE_FAULT": "kind=zero,tensor=pixel_values,persist=0,count=2"}
     for rank in ranks(job, tmp_path / "harmed", each=[{}, harmed], **one_row):
@@ -114,4 +140,4 @@ def test_of_two_ranks_the_one_without_memory_goes_on_with_smaller_parts(job: Job
     assert any("1 picture" in line or "2 pictures" in line for rank in ended for line in rank.error_lines)
     for rank in ranks(job, tmp_path / "parts", each=[short, {}], **half):
         done(rank)
-    assert_same_end(tmp_path / "parts", job.clean())
+    assert_same_end(tmp_path / "parts", job.clean(**half, gradient_accumulation_steps=2))
