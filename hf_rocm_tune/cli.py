@@ -294,6 +294,8 @@ _ELSEWHERE = {
 
 def _dispatch(argv: Sequence[str]) -> int:
     """Find the verb and run it."""
+    if argv[:1] == ["help"]:  # `help VERB`
+        argv = [*argv[1:2], "--help"]
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
         return 0

@@ -75,6 +75,12 @@ def test_wrong_input_is_one_line_and_code_2(
     assert all(name in err for name in named), err
 
 
+def test_help_is_a_word_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "help") == run(capsys, "--help")
+    assert run(capsys, "help", "sft") == run(capsys, "sft", "--help")
+    assert run(capsys, "help", "plan") == run(capsys, "plan", "--help")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "version") == run(capsys, "--version") == (0, f"hf-rocm-tune {__version__}\n", "")
 
@@ -152,6 +158,8 @@ def test_wrong_paths_and_numbers_are_told_before_anything_large_is_imported(tmp_
         (["--model", "x", "--dataset", str(tmp_path / "no.csv")], "no such file or folder"),
         (["--model", "x", "--dataset", str(right), "--lr=-1"], "--learning_rate must be 0 or more"),
         (["--model", "x", "--dataset", str(right), "--config", str(recipe)], "--lora_r must be 1 or more, got 0"),
+        (["x", str(right)], "unexpected argument 'x': flags begin with --, such as --model NAME"),
+        (["--config", str(tmp_path)], f"recipe {tmp_path} cannot be read: Is a directory"),
         (["--dataset", str(right)], "no model: give --model"),
         (["--model", "--dataset", str(right)], "--model_name_or_path needs a value after it"),
         (["--model", "x", "--lora_r", "ten"], "--lora_r must be 1 or more, got ten"),

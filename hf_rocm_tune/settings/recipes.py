@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -52,7 +53,9 @@ def read_recipe(given: str | Path) -> RecipeFile:
         )
     try:
         content = parse_yaml(read_text(path), _NoDuplicates)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"recipe {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
         raise UsageError(f"recipe {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
@@ -128,6 +131,11 @@ def typed(argv: Sequence[str]) -> tuple[RecipeFile | None, dict[str, Any]]:
         elif last and given[last] is None:
             given[last] = argument
     return recipe, given
+
+
+def words_before_flags(argv: Sequence[str]) -> list[str]:
+    """What a command line begins with that belongs to no flag."""
+    return list(itertools.takewhile(lambda argument: not argument.startswith("-"), argv))
 
 
 def given_value(argv: Sequence[str], name: str) -> Any:

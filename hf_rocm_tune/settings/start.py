@@ -12,7 +12,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.lifecycle.launcher_flags import bare
 from hf_rocm_tune.machine import gpus, process, variables
 from hf_rocm_tune.settings.flags import HELP_ALL, flags, unknown_flag
-from hf_rocm_tune.settings.recipes import asks_for_split, typed
+from hf_rocm_tune.settings.recipes import asks_for_split, typed, words_before_flags
 from hf_rocm_tune.settings.screen import screen
 from hf_rocm_tune.settings.values import check_values, missing, without_value
 
@@ -38,6 +38,10 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     if not known:
         return
     recipe, given = typed(argv)
+    if words := words_before_flags(argv):
+        raise UsageError(
+            f"unexpected argument {words[0]!r}: flags begin with --, such as --model NAME and --dataset NAME"
+        )
     on = {f"no_{name}" for name in known}  # `--no_NAME` is argparse's for flags that are on, and left to it
     wrong = [flag for flag in given if bare(flag) not in known | on]
     if wrong:
