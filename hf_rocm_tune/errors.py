@@ -19,6 +19,7 @@ boundary (the entry point), with ``from``.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -85,12 +86,28 @@ def _picture_error(what: str, kind: str, picture: str | None) -> PictureError:
     return PictureError(what, kind=kind, picture=picture)
 
 
+#: Actions as other programs call them.
+_OTHER_WORDS = {"list": "ls", "copy": "cp", "check": "validate", "cat": "show", "print": "show"}
+
+
 class CommandParser(argparse.ArgumentParser):
     """argparse with its errors as one-line `UsageError`."""
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")
+        raise UsageError(f"{message}; {self._hint(message)}see `{self.prog} --help`")
+
+    def _hint(self, message: str) -> str:
+        """What a mistyped flag or choice was probably meant to be, as a beginning; empty: nothing is near."""
+        flag = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        choice = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)$", message)
+        given, known = "", list[str]()
+        if flag:
+            given, known = flag[1], [one for one in self._option_string_actions if one.startswith("--")]
+        elif choice:
+            given, known = _OTHER_WORDS.get(choice[1], choice[1]), re.findall(r"'?([^', ]+)'?", choice[2])
+        nearest = difflib.get_close_matches(given, known, n=1)
+        return f"did you mean {nearest[0]}? " if nearest else ""
 
 
 def checked(kind: Callable[[str], Any], holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:

@@ -55,6 +55,11 @@ LONG = "x" * 300  # more than a file system takes
     [
         (["stf"], ["'stf'", "sft"]),
         (["fine-tune"], ["'fine-tune'", "did you mean sft?"]),
+        (["recipes", "list"], ["'list'", "did you mean ls?"]),
+        (["recipes", "valdate", "x"], ["did you mean validate?"]),
+        (["doctor", "--olny", "link"], ["unrecognized arguments: --olny", "did you mean --only?"]),
+        (["plan", "--modl", "x"], ["did you mean --model?"]),
+        (["plan", "--model", "x", "--method", "qlorra"], ["did you mean qlora?"]),
         (["configs", "path", "cpu_dul"], ["cpu_dul", "cpu_dual"]),
         (["configs", "cp", "cpu"], ["dest"]),
         (["sft", "--accelerate_config"], ["--accelerate_config"]),

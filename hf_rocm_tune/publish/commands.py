@@ -229,7 +229,7 @@ def read_prompts(given: list[str], file: Path | None, stdin: IO[str]) -> list[Pr
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file or 'standard input'} cannot be read as UTF-8 text: {error}") from error
     if not prompts or any(not (prompt.strip() if isinstance(prompt, str) else prompt) for prompt in prompts):
-        raise UsageError("a prompt is empty: give some text")
+        raise UsageError("a prompt is empty: give some text, with --prompt or on standard input")
     return prompts
 
 
