@@ -134,6 +134,9 @@ def test_a_reference_leaves_the_choice_of_layers_and_the_embeddings_alone(model_
     assert len(model.get_input_embeddings()._forward_hooks) <= 2, "PEFT's and transformers', not one a micro-step"
 
 
+SEED = 3
+
+
 class Harmed:
     """Adds to the loss of one micro-step what has no gradient."""
 
@@ -159,6 +162,7 @@ class HarmedAgain(HarmedOurs):
 
     def __init__(self, *, model: Any, args: Any, **more: Any) -> None:
         earlier = VerifiedSFT(model=copy.deepcopy(model), args=args, **more)
+        torch.manual_seed(SEED)
         super().__init__(model=model, args=earlier.args, **more)
 
 
@@ -169,8 +173,10 @@ def test_a_loss_that_is_not_finite_is_logged_as_upstream_does(
     monkeypatch.setattr(Harmed, "bad", bad)
     rows = Dataset.from_list([{"text": text} for text in TEXTS])
     options = {"max_steps": 2, "gradient_accumulation_steps": 3, "logging_nan_inf_filter": filtered}
-    kinds = (HarmedStock, HarmedOurs, HarmedAgain)
-    logs = [trained(build(kind, model_path, rows, tmp_path / "out", **options)) for kind in kinds]
+    logs = []
+    for kind in (HarmedStock, HarmedOurs, HarmedAgain):
+        torch.manual_seed(SEED)  # TRL below 1.15 draws the adapter before it sets its seed
+        logs.append(trained(build(kind, model_path, rows, tmp_path / "out", **options)))
     theirs, ours, again = ([row["loss"] for row in log if "loss" in row] for log in logs)
     assert len(ours) == 2 and repr(ours) == repr(again) == repr(theirs)
 
