@@ -103,7 +103,7 @@ class CommandParser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)$", message)
         given, known = "", list[str]()
         if flag:
-            given, known = flag[1], [one for one in self._option_string_actions if one.startswith("--")]
+            given, known = flag[1], re.findall(r"--[a-z]\w*", self.format_help())
         elif choice:
             given, known = _OTHER_WORDS.get(choice[1], choice[1]), re.findall(r"'?([^', ]+)'?", choice[2])
         nearest = difflib.get_close_matches(given, known, n=1)
