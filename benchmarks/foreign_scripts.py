@@ -196,6 +196,7 @@ def run(case: Case, side: str, file: Path, work: Path, made: Path) -> Ran:
     paths = [
         environment.get("PYTHONPATH", str(ROOT)),
         *([str(file.parents[2])] if case.file.startswith("minGPT") else []),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -374,6 +375,8 @@ def measure(wanted: argparse.Namespace) -> dict[str, Any]:
                 found = [] if ran.code == 0 else [f"exit code {ran.code}: {last_line(ran.error)}"]
             else:
                 found = differences(ran, stock[kind], case)
+                if stock[kind].code:
+                    found.append("stock failed")
                 if not ran.reports:
                     found.append("no report")
             crossed, verified, wrong, unverified = coverage(ran)

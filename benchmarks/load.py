@@ -14,6 +14,7 @@ leaves it out. Not covered: reading from a disk or a network.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -155,6 +156,8 @@ def _one(spec: common.Figures) -> None:
     LlamaForCausalLM(_config(1 / 2048))  # imports what is imported late
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     quantization, mover = nf4 if spec["nf4"] else None, None
+    if spec["side"] == "ours":
+        importlib.import_module("trl.trainer.reward_trainer")  # a command has it before it loads a model
     if spec["side"] != "stock":
         mover = Mover(device, settings=TransferSettings(verify="full"))
         if device.type == "cuda":

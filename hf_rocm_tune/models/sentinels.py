@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.transfer import Digest, QueuedDigests, TensorGroup, named_tensors
 from hf_rocm_tune.transfer.digest import GROUP_BYTES
-from hf_rocm_tune.transfer.interception import writes_to
+from hf_rocm_tune.transfer.interception import writes_to, writes_to_storages
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
@@ -321,6 +321,8 @@ class _TensorBucket:
 
     def __init__(self, kind: str, tensors: list[Tensor]) -> None:
         self.kind, self._tensors = kind, tensors
+        self._storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        self._counts = [not tensor.is_inference() for tensor in tensors]  # others have no version counter
         self._pointers = [tensor.data_ptr() for tensor in tensors]
         self.bytes = TensorGroup([storage_bytes(tensor) for tensor in tensors])
 
@@ -329,7 +331,12 @@ class _TensorBucket:
         return self._pointers != [tensor.data_ptr() for tensor in self._tensors]
 
     def versions(self) -> list[tuple[int, int]]:
-        return [version_of(tensor) for tensor in self._tensors]
+        """`version_of` its tensors, which have not `moved`."""
+        written = writes_to_storages(self._storages)
+        versions = [
+            tensor._version if counts else 0 for tensor, counts in zip(self._tensors, self._counts, strict=True)
+        ]
+        return list(zip(versions, written, strict=True))
 
 
 def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_TensorBucket]:

@@ -192,6 +192,11 @@ def writes_to(tensor: Tensor) -> int:
     return _writes.get(tensor.untyped_storage()._cdata, 0) if _writes else 0
 
 
+def writes_to_storages(storages: list[int]) -> list[int]:
+    """As `writes_to`, of storages by their ``_cdata``."""
+    return [_writes.get(storage, 0) for storage in storages]
+
+
 def _note_write(target: Tensor) -> None:
     storage = target.untyped_storage()._cdata
     if storage in _writes:

@@ -46,6 +46,8 @@ def in_file(tensor: Tensor) -> InFile | None:
     """
     if not tensor.nbytes or not tensor.is_contiguous() or tensor.untyped_storage().resizable():
         return None  # memory that torch has allocated is of no file
+    if tensor.is_pinned():
+        return None  # nor is page-locked memory, as of the batches of many loaders
     address = tensor.data_ptr()
     with _lock:
         region = _region_of(address)

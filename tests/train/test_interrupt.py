@@ -156,6 +156,7 @@ def test_whatever_the_save_strategy_the_checkpoint_is_written(
     assert {"checkpoint-2", "checkpoint-3"} <= {path.name for path in tmp_path.iterdir()}
     assert all(manifest.verify(tmp_path / f"checkpoint-{number}") == [] for number in (2, 3))
     assert not (tmp_path / REQUEST_FILE).exists()
+    assert stopped.args.save_strategy == options.get("save_strategy", "no")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

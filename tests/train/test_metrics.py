@@ -144,9 +144,9 @@ class Harmed:
     micro_steps = 0
 
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-        """As upstream, and more in the fourth."""
+        """As upstream, and more in the fifth, after a log."""
         self.micro_steps += 1
-        return super().compute_loss(*arguments, **keywords) + (self.bad if self.micro_steps == 4 else 0)  # type: ignore[misc]
+        return super().compute_loss(*arguments, **keywords) + (self.bad if self.micro_steps == 5 else 0)  # type: ignore[misc]
 
 
 class HarmedStock(Harmed, SFTTrainer):

@@ -16,13 +16,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    DefaultFlowCallback,
     Trainer,
     TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer
 
 from hf_rocm_tune import was_verified
-from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
@@ -241,3 +242,10 @@ def test_biases_that_bitsandbytes_casts_in_forward_stay_verified_and_watched(
     bias.data[0] += 1
     with pytest.raises(MemoryFaultError, match=r"o_proj\.bias"):
         trainer._save_checkpoint(trainer.model, trial=None)
+
+
+def test_a_training_whose_own_callbacks_were_taken_away_ends_in_one_line(make: Make) -> None:
+    trainer = make()
+    trainer.callback_handler.callbacks[:] = [DefaultFlowCallback()]
+    with pytest.raises(UsageError, match="the callbacks that the trainer was made with are gone"):
+        trainer.train()

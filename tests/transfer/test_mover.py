@@ -131,6 +131,21 @@ def test_token_encodings_survive_in_a_batch_encoding(mover: Mover) -> None:
     assert arrived["input_ids"] is not batch["input_ids"]
 
 
+class Odd(torch.Tensor):
+    """A subclass that makes zeros of what is asked of its tensors on the way."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, given: Any = (), more: Any = None) -> Any:
+        found = super().__torch_function__(function, kinds, given, more or {})
+        return torch.zeros_like(found) if function in (torch.Tensor.detach, torch.Tensor.permute) else found
+
+
+def test_of_a_subclass_the_plain_data_is_copied(mover: Mover) -> None:
+    sent, target = torch.randn(5, 7), torch.ones(5, 7)
+    mover.deliver(target.as_subclass(Odd), sent.as_subclass(Odd), origin="a test")
+    assert torch.equal(target, sent)
+
+
 def test_batch_tensors_share_memory_but_not_version_counters(mover: Mover) -> None:
     arrived = begin_and_wait(mover, [torch.ones(3, requires_grad=False), torch.ones(3)])
     assert arrived[0].untyped_storage().data_ptr() == arrived[1].untyped_storage().data_ptr()
