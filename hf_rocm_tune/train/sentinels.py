@@ -84,7 +84,7 @@ class SentinelCallback(TrainerCallback):
         self._batches = BatchSentinel(mover.verdict_of)
         self._optimizer: Any = None
         self._scheduler: Any = None
-        self._rates: Any = None
+        self._rates: list[dict[str, Any]] = []
         self._explained: set[tuple[str, str]] = set()
         self._checked_at = -1  # the step at which everything was checked last
 
@@ -235,7 +235,7 @@ class SentinelCallback(TrainerCallback):
         changes = self._sentinel.collect(wait=True)
         changes += self._trained.collect() if self._trained is not None else []
         changes += self._batches.collect()
-        if not self._excuse_writes and self._rates != self._read_rates():
+        if not self._excuse_writes and self._differ(self._rates):
             changes.append(_RATES)
         self._judge(changes, f"before the update of step {step}", step)
 
@@ -244,7 +244,7 @@ class SentinelCallback(TrainerCallback):
         """Within the block nothing may change the learning rates; between steps, callbacks and schedulers do."""
         before = self._read_rates()
         yield
-        if self._sentinel is not None and not self._excuse_writes and before != self._read_rates():
+        if self._sentinel is not None and not self._excuse_writes and self._differ(before):
             self._judge([_RATES], f"during the evaluation after step {step}", step)
 
     def check_all(self, step: int, doing: str = "saving") -> None:
@@ -318,13 +318,26 @@ class SentinelCallback(TrainerCallback):
             self._report.rebaselined(name, reason, self._mover.step)
         return reason
 
-    def _read_rates(self) -> Any:
-        """What the optimizer computes the next update with besides tensors, and the scheduler's state."""
+    def _read_rates(self) -> list[dict[str, Any]]:
+        """What the optimizer computes the next update with besides tensors, and the scheduler's state; copies."""
+        return [
+            {key: copy.copy(each) for key, each in values.items() if _is_plain(each)} for values in self._live_rates()
+        ]
+
+    def _live_rates(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups if self._optimizer is not None else ()
         state = self._scheduler.state_dict() if hasattr(self._scheduler, "state_dict") else {}
-        return [
-            {key: copy.copy(each) for key, each in values.items() if _is_plain(each)} for values in (*groups, state)
-        ]
+        return [*groups, state]
+
+    def _differ(self, rates: list[dict[str, Any]]) -> bool:
+        """Whether the rates are others than those that were read; compared where they are, without another copy."""
+        live = self._live_rates()
+        return len(live) != len(rates) or any(
+            not known.keys() <= values.keys()
+            or any(values[key] is not each and values[key] != each for key, each in known.items())
+            or any(_is_plain(each) for key, each in values.items() if key not in known)
+            for values, known in zip(live, rates, strict=True)
+        )
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         reference, _, inside = name.rpartition(": ")

@@ -87,6 +87,28 @@ def _damage(path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def test_the_model_card_has_the_name_of_the_run_not_of_the_directory_it_is_written_in(
+    saver: Make, tmp_path: Path
+) -> None:
+    saver("my-run").train()
+    card = (tmp_path / "my-run" / "README.md").read_text()
+    assert card.count("# Model Card for my-run\n") == 1
+    assert not list((tmp_path / "my-run").glob("*/README.md.*")) and "-2" not in card.splitlines()[0]
+
+
+def test_what_begins_with_an_epoch_has_the_random_state_of_then(saver: Make, tmp_path: Path) -> None:
+    """Rows are drawn as an epoch begins, and dropout's masks in it: those of the run that was not interrupted."""
+    whole = saver("whole", max_steps=10, save_steps=8)
+    whole.train()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-8", tmp_path / "again" / "checkpoint-8")
+    again = saver("again", max_steps=10, save_steps=8)
+    torch.rand(5)
+    again.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-8"))
+    losses = [[row["loss"] for row in each.state.log_history if "loss" in row][-2:] for each in (whole, again)]
+    assert losses[0] == losses[1]
+    assert _equal(*({n: p.detach() for n, p in each.model.named_parameters()} for each in (whole, again)))
+
+
 def test_result_is_sealed_last_and_a_failed_save_does_not_look_finished(
     saver: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

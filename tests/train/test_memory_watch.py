@@ -19,6 +19,7 @@ from trl import SFTTrainer
 
 from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
+from hf_rocm_tune.train.sentinels import SentinelCallback
 from hf_rocm_tune.transfer import Mover, QueuedDigests
 from tests import tiny
 from tests.train.trainers import Make, VerifiedSFT, build
@@ -175,6 +176,20 @@ def test_an_initialisation_that_rewrites_base_weights_is_recorded_weight_by_weig
         assert all(row["tensor"].endswith(".base_layer.weight") and "initialisation" in row["reason"] for row in rows)
         trainer.train()
         assert trainer.transfer_report.to_dict()["frozen"]["mismatches"] == 0
+
+
+def test_learning_rates_are_read_once_a_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    stock = SentinelCallback._read_rates
+
+    def counting(watched: SentinelCallback) -> Any:
+        read.append(1)
+        return stock(watched)
+
+    monkeypatch.setattr(SentinelCallback, "_read_rates", counting)
+    trainer = make()
+    trainer.train()
+    assert len(read) == trainer.state.global_step == 4
 
 
 class Corrupts(TrainerCallback):

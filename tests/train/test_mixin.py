@@ -148,6 +148,22 @@ def test_tensors_that_the_loader_never_saw_are_verified_by_the_guard(make: Make)
     assert len(verdicts) == 3 * 6 and all(verdicts)
 
 
+def test_the_norm_of_gradients_on_different_meshes_is_judged_too(make: Make) -> None:
+    """Upstream clips them by a function of its own, not by Accelerate's."""
+    trainer, judged = make(max_grad_norm=1e9), []
+    trainer._mixed_mesh_grads = True
+    judge = trainer._guard.judge
+
+    def noting(model: Any, norm: Any, *more: Any, **how: Any) -> Any:
+        judged.append(float(norm))
+        return judge(model, norm, *more, **how)
+
+    trainer._guard.judge = noting
+    trainer.train()
+    logged = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    assert len(judged) == len(logged) == 3 and judged == pytest.approx(logged)
+
+
 def test_a_nested_batch_is_verified_to_its_leaves(make: Make) -> None:
     trainer = make()
     batch = {"a": [torch.ones(2), (torch.zeros(3), {"b": torch.arange(4)})], "text": "kept", "none": None}

@@ -222,6 +222,21 @@ def test_a_batch_that_must_stay_whole_ends_the_run_and_says_why(make: Make) -> N
         trainer.train()
 
 
+def test_a_micro_batch_that_is_not_split_is_not_analysed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    analysed: list[int] = []
+    split = oom.split
+
+    def counting(batch: Any, divisor: int, **how: Any) -> Any:
+        analysed.append(divisor)
+        return split(batch, divisor, **how)
+
+    monkeypatch.setattr(oom, "split", counting)
+    make().train()
+    assert analysed == []
+    make(fault="kind=oom,where=forward,count=1").train()
+    assert 2 in analysed
+
+
 def test_other_errors_are_not_taken_for_a_shortage(make: Make) -> None:
     class Failing(VerifiedPlain):
         """Raises what older versions of torch raised, and what is no shortage of the device."""

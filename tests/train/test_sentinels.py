@@ -158,6 +158,24 @@ def test_writes_of_foreign_code_are_excused_on_request_and_counted() -> None:
         assert sentinel.collect() == named("t1")
 
 
+def test_groups_of_trained_tensors_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    group_of = sentinels.TensorGroup
+    monkeypatch.setattr(sentinels, "TensorGroup", lambda parts: made.append(parts) or group_of(parts))
+    parameters = [torch.nn.Parameter(torch.rand(size)) for size in (3, 5, 7)]
+    optimizer = torch.optim.AdamW(parameters)
+    watched, counts = TrainedSentinel(optimizer), []
+    for _ in range(4):
+        watched.look()
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        watched.take()
+        assert watched.collect() == []
+        counts.append(len(made))
+    assert counts == [4] * 4  # weights, and AdamW's three kinds of state, when the first update has made them
+
+
 def test_large_state_is_watched_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sentinels, "_BYTES_PER_UPDATE", 4 * 1000)
     held = tensors(900, 900, 900)

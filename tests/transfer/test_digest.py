@@ -10,11 +10,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.transfer import Digest, QueuedDigests, TensorGroup, combine, digest, digest_on_device
@@ -76,6 +78,24 @@ def test_together_is_one_tensor_padded_to_words(pieces: list[bytes]) -> None:
     padded = b"".join(piece + bytes(-len(piece) % 4) for piece in pieces)
     expected = replace(reference(padded, 0), nbytes=sum(map(len, pieces)))
     assert QueuedDigests([together, together.parts[0]]).result() == [expected, reference(pieces[0])]
+
+
+class Views(TorchDispatchMode):
+    """Counts views as another dtype."""
+
+    made = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), more: Any = None) -> Any:
+        self.made += function is torch.ops.aten.view.dtype
+        return function(*given, **(more or {}))
+
+
+def test_views_of_a_group_are_made_once() -> None:
+    together = TensorGroup([torch.zeros(4 * size, dtype=torch.uint8) for size in range(1, 9)])
+    with Views() as views:
+        for _ in range(3):
+            together.joined()
+    assert views.made == 3  # of what was joined, not of each tensor
 
 
 def test_device_chunks_of_many_blocks_equal_the_host() -> None:
