@@ -79,6 +79,10 @@ class Backend(Protocol):
     def fill(self, target: Tensor, value: int) -> None: ...
     def digest(self, target: Tensor, word_offset: int = 0) -> Queued: ...
 
+    # Queue their digest after all copies queued so far, beside those queued later: the caller waits for its result
+    # before the memory is written again.
+    def digest_beside(self, target: Tensor) -> Queued: ...
+
     # Copy device bytes to new host memory, after everything queued; waits.
     def read_back(self, target: Tensor) -> Tensor: ...
 
@@ -137,6 +141,9 @@ class HostBackend:
     def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
         return self._queued(partial(digest, target, word_offset=word_offset))
 
+    def digest_beside(self, target: Tensor) -> Queued:
+        return self.digest(target)
+
     def read_back(self, target: Tensor) -> Tensor:
         found: Tensor = self._queued(target.clone).result()
         return found
@@ -193,7 +200,8 @@ class AcceleratorBackend:
 
     Order and lifetime; `tests/transfer/test_mutants_on_card.py` fails when one of these points is removed:
 
-    * Copies and digests run on one stream of their own, in the order in which they were queued.
+    * Copies and digests run on one stream of their own, in the order in which they were queued; only digests that the
+      caller waits for at once (`digest_beside`) have another, so that the next tensor is copied meanwhile.
     * A page-locked slot may be rewritten only after the event that follows its copy (`Queued.join`).
     * The consumer's stream waits for that event, and the memory is recorded on it, so that the caching allocator does
       not reuse it while kernels of that stream still read it.
@@ -212,12 +220,13 @@ class AcceleratorBackend:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device=self.device)
+        self._beside: torch.cuda.Stream = torch.cuda.Stream(device=self.device)
 
     @contextmanager
-    def _queue(self) -> Iterator[None]:
+    def _queue(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
         # The device first: a new thread's device is card 0, and `stream` alone, when it restores that device, creates a
         # context there, half a GB of memory.
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), own_copies():
+        with torch.cuda.device(self.device), torch.cuda.stream(stream or self._stream), own_copies():
             yield
 
     def staging(self, nbytes: int) -> Tensor:
@@ -251,12 +260,19 @@ class AcceleratorBackend:
             target.fill_(value)
 
     def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
-        with self._queue():
+        return self._digest_on(self._stream, target, word_offset)
+
+    def digest_beside(self, target: Tensor) -> Queued:
+        self._beside.wait_stream(self._stream)
+        return self._digest_on(self._beside, target)
+
+    def _digest_on(self, stream: torch.cuda.Stream, target: Tensor, word_offset: int = 0) -> Queued:
+        with self._queue(stream):
             sums = digest_on_device(target, word_offset)
             with ordinary():
                 pinned = torch.empty(2, dtype=torch.int64, pin_memory=True)
             pinned.copy_(sums, non_blocking=True)
-            return _EventDigest(self._stream.record_event(), pinned, target.numel())
+            return _EventDigest(stream.record_event(), pinned, target.numel())
 
     def read_back(self, target: Tensor) -> Tensor:
         with self._queue():

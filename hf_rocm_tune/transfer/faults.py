@@ -120,7 +120,12 @@ class FaultyBackend:
         self.inner.fill(target, value)
 
     def digest(self, target: Tensor, word_offset: int = 0) -> Queued:
-        pending = self.inner.digest(target, word_offset)
+        return self._harmed_after(target, self.inner.digest(target, word_offset))
+
+    def digest_beside(self, target: Tensor) -> Queued:
+        return self._harmed_after(target, self.inner.digest_beside(target))
+
+    def _harmed_after(self, target: Tensor, pending: Queued) -> Queued:
         if self.spec.kind == "after":
             pending.result()
             storage = target.untyped_storage().data_ptr()

@@ -78,7 +78,7 @@ class RetryPolicy:
         """
         begun = time.perf_counter()
         if transfer.verify and transfer.nbytes:
-            found = found or transfer.arrived or self._backend.digest(buffer)
+            found = found or transfer.arrived or self._backend.digest_beside(buffer)
             if not transfer.matches(found.result()):
                 self._recover(transfer, buffer)
             if transfer.source is not None:  # else its sources are kept

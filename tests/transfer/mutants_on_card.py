@@ -334,6 +334,10 @@ def _one_buffer_for_all(self: Any, target: Tensor, word_offset: int = 0) -> Any:
         return _EventDigest(self._stream.record_event(), buffer, target.numel())
 
 
+def _digest_before_the_copy(self: Any, target: Tensor) -> Any:
+    return self._digest_on(self._beside, target)
+
+
 def _read_back_without_wait(self: Any, target: Tensor) -> Tensor:
     with torch.cuda.stream(self._stream), own_copies():
         return torch.full(target.shape, 17, dtype=target.dtype).pin_memory().copy_(target, non_blocking=True)
@@ -385,7 +389,8 @@ MUTANTS: dict[str, tuple[tuple[str, ...], Any, str, Any]] = {
     "event before the copy": (BOTH, AcceleratorBackend, "copy", _event_before_copy),
     "blocking copy not waited for": (FULL, AcceleratorBackend, "copy", _blocking_not_waited_for),
     "digest on the caller's stream": (FULL, AcceleratorBackend, "digest", _digest_on_callers_stream),
-    "digest read early": (FULL, _EventDigest, "result", lambda self: from_sums(self._landing, self._nbytes)),
+    "digest before its copy": (FULL, AcceleratorBackend, "digest_beside", _digest_before_the_copy),
+    "digest read early": (FULL, _EventDigest, "result", lambda self: from_sums(self._pinned, self._nbytes)),
     "one buffer for all digests": (FULL, AcceleratorBackend, "digest", _one_buffer_for_all),
     "table used before it is made": (FULL, digests_of, "_computed", lambda table: table),
     "fill on the caller's stream": (FULL, AcceleratorBackend, "fill", lambda self, target, value: target.fill_(value)),
