@@ -1,6 +1,6 @@
 """A checkpoint with the shape of Llama-3.1-8B, scaled: loaded by stock ``from_pretrained`` and by ours.
 
-    python benchmarks/load.py [--gb 16] [--repeats 3] [--load_in_4bit] [--dir DIR] [--device cpu] [--json FILE]
+    python benchmarks/load.py [--gb 16] [--repeats 3] [--digest kernel] [--load_in_4bit] [--dir DIR] [--json FILE]
 
 Sides: stock; ``ours``, as our commands load; on a card also ``script``: stock's loading with every copy verified at
 torch's dispatcher. The time ends with the first ``forward``, because on a CPU stock loading returns views of the mapped
@@ -8,8 +8,8 @@ file. Each load is a process of its own, so that peak memory is that of one load
 read before each load, so they come from the page cache. The card is started before: it has copied and digested.
 
 ``digest on card``: seconds in which the device digests what was loaded, once more and alone. The simulated card does
-that in plain torch on the processor; a real card in a kernel, at the rate of its memory. ``time to stock without it``
-leaves it out. Not covered: reading from a disk or a network.
+that in plain torch on the processor, as a card without Triton; with ``--digest kernel`` in one kernel, as a card with
+it. ``time to stock without it`` leaves it out. Not covered: reading from a disk or a network.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import common
 import psutil
 import torch
 from safetensors.torch import save_file
+from script_step import digest_in_a_kernel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_rocm_tune.errors import UsageError
@@ -64,6 +65,7 @@ def run(wanted: Namespace) -> common.Figures:
                     with file.open("rb") as stream, open(os.devnull, "wb") as nowhere:
                         shutil.copyfileobj(stream, nowhere, 8 << 20)
                 request = {"model": folder, "side": side, "device": str(wanted.device), "nf4": wanted.load_in_4bit}
+                request["digest"] = wanted.digest
                 command = [sys.executable, __file__, "--one", json.dumps(request)]
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
                 if done.returncode:
@@ -159,6 +161,8 @@ def _one(spec: common.Figures) -> None:
     if spec["side"] == "ours":
         importlib.import_module("trl.trainer.reward_trainer")  # a command has it before it loads a model
     if spec["side"] != "stock":
+        if spec["digest"] == "kernel":
+            digest_in_a_kernel()
         mover = Mover(device, settings=TransferSettings(verify="full"))
         if device.type == "cuda":
             mover.move(torch.ones(1000), name="first")
@@ -211,6 +215,7 @@ if __name__ == "__main__":
         {
             "gb": {"type": float, "help": "of the checkpoint (default: what fits on the card; 1.2 on the CPU)"},
             "repeats": {"type": int, "default": 3, "help": "loads of each side (default: 3)"},
+            "digest": {"choices": ("torch", "kernel"), "default": "torch", "help": "on the card (default: torch)"},
             "load_in_4bit": {"action": "store_true", "help": "NF4 on both sides"},
             "dir": {"type": Path, "help": "where the checkpoint is built (default: the temporary directory)"},
         },
