@@ -220,7 +220,7 @@ class UpdateChecks:
             grad = local(parameter.grad)  # type: ignore[arg-type]
             own = self._clip_judge(parameter, len(before), grad.dtype, exact, max_norm, said)
             self._clipped.append((torch.cat([before, _copied(grad.view(-1)[part])]), own))
-        self._clipped += self._norm_judges(squares, exact, said)
+        self._clipped += self._norm_judges(squares, torch.finfo(total.dtype), said)
         return norm
 
     def _clip_judge(
@@ -268,7 +268,7 @@ class UpdateChecks:
         return {device: [(_square(row), unit(row[0])) for row in rows if row] for device, rows in packs.items()}
 
     def _norm_judges(
-        self, squares: dict[torch.device, list[tuple[Tensor, float]]], exact: float, said: dict[str, float]
+        self, squares: dict[torch.device, list[tuple[Tensor, float]]], info: torch.finfo, said: dict[str, float]
     ) -> list[tuple[Tensor, Judge]]:
         missing, total, rounded = len(squares), 0.0, 0.0
 
@@ -282,9 +282,10 @@ class UpdateChecks:
             self._report.count("arithmetic", norms=1)
             # torch rounds each tensor's norm to its own dtype, then takes the norm of these: it moves at most by the
             # norm of their errors
-            bound = (_NORM_ERROR + 8 * exact) * wanted + math.sqrt(rounded) / said["scale"] + 1e-18
-            # What overflows in float32 is infinite in both, or its square is
-            if not math.isfinite(wanted) or abs(found - wanted) <= bound:
+            bound = (_NORM_ERROR + 8 * float(info.eps)) * wanted + math.sqrt(rounded) / said["scale"] + 1e-18
+            # What overflows in float32 is infinite in both, or its square is; a float16 norm is from 65,520 on
+            overflows = math.isinf(found) and wanted + bound >= info.max
+            if not math.isfinite(wanted) or overflows or abs(found - wanted) <= bound:
                 return None
             return f"the norm of the gradients is {found:.6g} instead of {wanted:.6g}"
 

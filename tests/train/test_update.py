@@ -306,6 +306,20 @@ def test_clean_clipping_raises_no_alarm(dtype: torch.dtype, seed: int) -> None:
     assert counted(checks, "clipped") == 18 * 4 and counted(checks, "norms") == 18
 
 
+@pytest.mark.parametrize("size", [6e4, 1.0])
+def test_only_a_norm_that_float16_cannot_hold_may_be_infinite(size: float) -> None:
+    rows = parameters(torch.float16)
+    checks = watched(torch.optim.AdamW(rows))
+    for each in rows:
+        each.grad = torch.full_like(each, size)
+
+    def stock(given: list[Any], norm: float) -> Any:
+        return torch.nn.utils.clip_grad_norm_(given, norm) + (0 if size > 1 else float("inf"))
+
+    assert clipper(checks, stock)(rows, 1.0).isinf()
+    assert judged(checks) == (StepVerdict.GO_ON if size > 1 else StepVerdict.REPEAT)
+
+
 def unclipped(rows: list[Any], norm: float) -> Any:
     return torch.linalg.vector_norm(torch.cat([each.grad.flatten() for each in rows]))
 
