@@ -157,11 +157,11 @@ class VerifiedTransfers:
         self._raise_failure()
         changes = self._frozen_weights().check_all()
         for watched in self._optimizers:
-            watched.sentinel.look()
+            watched.sentinel.queue_check()
             changes += watched.sentinel.collect()
-        self._used_batches.look()
+        self._used_batches.queue_check()
         changes += self._used_batches.collect()
-        self._judge(changes, f"after {self.step} updates")
+        self._report_changes(changes, f"after {self.step} updates")
 
     def before_update(self, watched: _WatchedOptimizer) -> None:
         """Called by an optimizer's hook before its step."""
@@ -171,11 +171,11 @@ class VerifiedTransfers:
             self._leave_to_replays(watched)
         if watched.is_captured:
             return
-        watched.sentinel.look()
-        self._used_batches.look()
+        watched.sentinel.queue_check()
+        self._used_batches.queue_check()
         changes = self._frozen_weights().check_slice() if watched is self._optimizers[0] else []
         changes += watched.sentinel.collect() + self._used_batches.collect()
-        self._judge(changes, f"before the update of step {self.step + 1}")
+        self._report_changes(changes, f"before the update of step {self.step + 1}")
 
     def _leave_to_replays(self, watched: _WatchedOptimizer) -> None:
         """Check no longer what an optimizer trains: replays of a captured graph change it without a trace."""
@@ -195,7 +195,7 @@ class VerifiedTransfers:
     def _frozen_weights(self) -> _FrozenWeights:
         if self._frozen is None:
             self._frozen = _FrozenWeights(self._list_frozen, self._check_every, self._mover)
-            self._judge(self._frozen.changed_at_start, "between the load and the first check")
+            self._report_changes(self._frozen.changed_at_start, "between the load and the first check")
         return self._frozen
 
     def _list_frozen(self) -> Iterator[Found]:
@@ -216,7 +216,7 @@ class VerifiedTransfers:
         if self._mover.failure is not None:
             raise self._mover.failure
 
-    def _judge(self, changes: list[Change], when: str) -> None:
+    def _report_changes(self, changes: list[Change], when: str) -> None:
         changes = [change for change in changes if change.kind != "removed"]  # by the program
         wrong = Counter(change.stage for change in changes)
         if self._frozen is not None:

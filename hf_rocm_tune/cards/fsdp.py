@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hf_rocm_tune.cards.averaging import SyncSettings
-from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, project
+from hf_rocm_tune.cards.gradients import STAGE, Average, AverageCheck, digest_words, project
 from hf_rocm_tune.cards.sharded import Gathers, Sharded, declare_accelerators
 from hf_rocm_tune.cards.strategy import is_on
 from hf_rocm_tune.errors import SeamError, UsageError
@@ -96,7 +96,7 @@ class Traffic(Gathers):
     def __init__(self, model: nn.Module, mover: Mover) -> None:
         super().__init__(mover)
         self._model = model
-        self.judge = AverageJudge(mover, SyncSettings(method="host"), collective="reduce_scatter", advice=self.advice)
+        self.check = AverageCheck(mover, SyncSettings(method="host"), collective="reduce_scatter", advice=self.advice)
         for name, module in fsdp_modules(model):
             module.set_custom_all_gather(_AllGather(name or "root", self))
             module.set_custom_reduce_scatter(_ReduceScatter(name or "root", self))

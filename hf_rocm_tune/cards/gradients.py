@@ -94,7 +94,7 @@ class WrongAverage:
     kind: str  # ``zeros``, ``wrong average``, ``differs between ranks``, ``not made`` or `NOT_FINITE`
 
 
-class AverageJudge:
+class AverageCheck:
     """Judges averages, and computes wrong ones again through the host. The constructor is collective.
 
     ``collective``: which computes averages first; ``advice``: the end of the error.
@@ -203,8 +203,8 @@ class GradientCheck:
                 )
         self.model, self._mover, self._settings = model, mover, settings
         self.judging = mover.settings.verify != "off"
-        self._judge = AverageJudge(mover, settings, collective="all_reduce")
-        self._host = self._judge.through_host
+        self._check = AverageCheck(mover, settings, collective="all_reduce")
+        self._host = self._check.through_host
         self._group = None if settings.method == "host" else GroupAveraging(model, settings)
         self._copies = self._group is not None or model.gradient_as_bucket_view  # else buckets keep what was sent
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
@@ -305,7 +305,7 @@ class GradientCheck:
         mine, self._words = self._words, None
         assert mine is not None
         self._mover.report.count(STAGE, buckets=len(buckets))
-        for bucket in self._judge.conclude(buckets, exchange(mine), step):
+        for bucket in self._check.conclude(buckets, exchange(mine), step):
             if self._group is not None:
                 self._group.forget(bucket.row["bucket"])
 

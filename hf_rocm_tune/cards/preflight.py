@@ -81,7 +81,7 @@ class Trial:
         first = telling.result["problems"][0]["case"]
         return f"{self.subject}: {f'{who}: ' * several}{wrong} of {cases} {self.what} wrong, the first: {first}"
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The outcome, the first wrong bytes if any, and the time of the slowest child, including imports."""
         problems, instead = (self._telling[1].result or {}).get("problems"), ""
         if problems and (damage := problems[0].get("damage")):
@@ -327,7 +327,7 @@ def try_machine(
 
 
 def choose(sums: Mapping[SyncMethod, Trial], asked: Asked = "auto") -> Preflight:
-    evidence = tuple(trial.told() for trial in sums.values())
+    evidence = tuple(trial.describe() for trial in sums.values())
     against = [trial.reason for trial in sums.values() if trial.verdict in FAILED]
     untried = [trial.reason for trial in sums.values() if trial.verdict == "untried"]
     fastest: tuple[SyncMethod, ...] = ("ddp", "ddp_without_p2p", "host")

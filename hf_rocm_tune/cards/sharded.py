@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hf_rocm_tune.cards.agree import all_gather_floats, compare_replicas, exchange, highest
-from hf_rocm_tune.cards.gradients import STAGE, Average, AverageJudge, digest_words, joined_words, marked
+from hf_rocm_tune.cards.gradients import STAGE, Average, AverageCheck, digest_words, joined_words, marked
 from hf_rocm_tune.cards.strategy import Compare, ParallelStrategy
 from hf_rocm_tune.errors import CorruptionError, SeamError
 from hf_rocm_tune.host_group import host_group
@@ -150,7 +150,7 @@ class Gathers:
         self._mover = mover
         self.gathers: list[Gather] = []
         self.averages: list[Average] = []
-        self.judge: AverageJudge | None = None  # of averages, where there are any
+        self.check: AverageCheck | None = None  # of averages, where there are any
         self.made = 0  # averages or sums since the start
         self.numbers = itertools.count()  # counts the collectives of the run, the same on all ranks
         self._made_before = self._steps = self._bytes = 0
@@ -203,10 +203,10 @@ class Gathers:
                 "already written are intact: run the doctor, then start the same command again to continue from the "
                 f"newest one{self.advice}"
             )
-        if self.judge is not None:
+        if self.check is not None:
             report.count(STAGE, buckets=len(averages))
             self.made += len(averages)
-            self.judge.conclude(averages, [mine[end:] for mine in of_all_ranks], step)
+            self.check.conclude(averages, [mine[end:] for mine in of_all_ranks], step)
 
     def describe(self) -> dict[str, Any]:
         sent = round(self._bytes / max(self._steps, 1))

@@ -110,7 +110,7 @@ class _Pair:
         if arrives is not target:
             target[:] = arrives  # on the card itself
             wait_for(target)
-        return self._look(case, target, nbytes, number)
+        return self._examine(case, target, nbytes, number)
 
     def both_ways(self, nbytes: int) -> Iterator[dict[str, Any] | None]:
         """Copy in both directions at the same time. Yields for each the same as `try_case`."""
@@ -124,9 +124,9 @@ class _Pair:
         wait_for(*(sent for sent, _ in ways))
         for number, (sent, target) in enumerate(ways, 1):
             words = f"both directions at once, {nbytes:,} bytes, {sent.device} to {target.device}"
-            yield self._look(words, target, nbytes, number)
+            yield self._examine(words, target, nbytes, number)
 
-    def _look(self, words: str, target: Tensor, nbytes: int, number: int) -> dict[str, Any] | None:
+    def _examine(self, words: str, target: Tensor, nbytes: int, number: int) -> dict[str, Any] | None:
         """Compare on the receiving card; unless the copy is right and huge, read it back and compare on the host too
         (bytes that only the host finds wrong count if two reads agree).
         """
@@ -139,10 +139,10 @@ class _Pair:
         self._earlier = right
         if not wrong and (damage is None or not torch.equal(read, as_bytes(target.cpu()))):
             return None
-        return {"case": words, "wrong_on_card": wrong, "damage": _told(damage)}
+        return {"case": words, "wrong_on_card": wrong, "damage": _damage_row(damage)}
 
 
-def _told(damage: Damage | None) -> dict[str, Any] | None:
+def _damage_row(damage: Damage | None) -> dict[str, Any] | None:
     return None if damage is None else {**asdict(damage), "kind": damage.kind}
 
 
@@ -198,7 +198,7 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
         for each in range(world):
             right += _numbers(cases, each, count, dtype, world, device)
         if (damage := examine(as_bytes(summed.cpu()), as_bytes(right.cpu()))) is not None:
-            problems.append({"case": words, "damage": _told(damage)})
+            problems.append({"case": words, "damage": _damage_row(damage)})
     step(f"leaving the process group over {backend}")
     dist.barrier()
     dist.destroy_process_group()

@@ -219,10 +219,10 @@ def _speed(compare: Comparison, size: int) -> Finding:
     rates = {name: 2e-12 * size**3 / _seconds(compare, size) for name in libraries}
     step("timing the products of the loss's gradient")
     choice = products.choose(compare.device)
-    return judge_speed(compare.name, rates, size, choice.describe() if choice else "no choice for the loss's gradient")
+    return assess_speed(compare.name, rates, size, choice.describe() if choice else "no choice for the loss's gradient")
 
 
-def judge_speed(device: str, rates: Mapping[str, float], size: int, gradient: str) -> Finding:
+def assess_speed(device: str, rates: Mapping[str, float], size: int, gradient: str) -> Finding:
     """The finding on the rates (10^12 operations a second) by library, torch's choice first; ``gradient``: what a run
     uses for the loss's gradient. No verdict on the rate itself: no figure of a 7900 XT under ROCm is public."""
     usual, best = next(iter(rates)), max(rates, key=rates.__getitem__)
@@ -408,7 +408,7 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
                  "train with --attn_implementation eager, or at a --max_length at which this check passes, until a "
                  "newer ROCm build of torch is correct",
                  "ROCm/ROCm#6416; aotriton#123; pytorch#133671; ROCm/pytorch#3230")  # fmt: skip
-        return [compare.verdict("attention", right, wrong), judge_backends(compare.name, backends)]
+        return [compare.verdict("attention", right, wrong), assess_backends(compare.name, backends)]
 
 
 def _long(compare: Comparison, length: int, *, packed: bool) -> str:
@@ -457,7 +457,7 @@ def _long(compare: Comparison, length: int, *, packed: bool) -> str:
     return next(fused, "math")
 
 
-def judge_backends(device: str, backends: Mapping[str, str]) -> Finding:
+def assess_backends(device: str, backends: Mapping[str, str]) -> Finding:
     """The finding on the backends by batch, ``plain`` or ``packed``; padding has a mask as packing has."""
     read = [f"bfloat16, {kind}: {backend}" for kind, backend in backends.items()]
     slow = " and ".join(kind for kind, backend in backends.items() if backend == "math")

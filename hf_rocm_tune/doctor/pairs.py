@@ -40,11 +40,11 @@ def pairs(request: Mapping[str, Any]) -> list[Finding]:
         if trial.verdict != "right" and request.get("hip"):
             again = try_pair(*pair, environ=_WITHOUT_ENGINES, **options).reason
         source, destination = (each["device"] for each in pair)
-        findings.append(judge_pair(source, destination, trial, again, str(request.get("about", ""))))
+        findings.append(assess_pair(source, destination, trial, again, str(request.get("about", ""))))
     return findings
 
 
-def judge_pair(source: str, destination: str, trial: Trial, again: str | None, about: str) -> Finding:
+def assess_pair(source: str, destination: str, trial: Trial, again: str | None, about: str) -> Finding:
     """The finding on one pair; ``again`` is the result without the engines for peer copies."""
     way, subject = f"{source} to {destination}", f"{source}->{destination}"
     seen = [f"with HSA_ENABLE_PEER_SDMA=0: {again}"] if again else []

@@ -296,10 +296,10 @@ def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
         rates[way].append(gb_per_s(4 * nbytes, time.perf_counter() - began))
     # Without the first round, in which the link leaves its idle state.
     to_device, from_device = (statistics.median(all_of[1:]) for all_of in rates.values())
-    return [judge_bandwidth(request["device"], to_device, from_device, links)]
+    return [assess_bandwidth(request["device"], to_device, from_device, links)]
 
 
-def judge_bandwidth(device: str, there: float, back: float, links: Sequence[LinkRate]) -> Finding:
+def assess_bandwidth(device: str, there: float, back: float, links: Sequence[LinkRate]) -> Finding:
     """The finding on the rates (10^9 bytes a second) ``there`` and ``back`` and the links that were read under load."""
     title, source = f"{there:.1f} GB/s to the card, {back:.1f} from it", "ROCm/ROCm#2253"
     if not links:

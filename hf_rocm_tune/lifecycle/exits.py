@@ -120,8 +120,8 @@ def complete(environ: Mapping[str, str] = os.environ) -> None:
             _record(wanted, {"code": 0, "message": "done"}, environ)
 
 
-def _record(file: str, told: dict[str, object], environ: Mapping[str, str]) -> None:
-    write_text_atomic(Path(file), json.dumps(told | {"attempt": number(environ, _RESTARTS)}))
+def _record(file: str, recorded: dict[str, object], environ: Mapping[str, str]) -> None:
+    write_text_atomic(Path(file), json.dumps(recorded | {"attempt": number(environ, _RESTARTS)}))
 
 
 def _tell_attempt(environ: Mapping[str, str]) -> None:
@@ -136,9 +136,9 @@ def read_exit_record(file: Path) -> dict[str, Any] | None:
     """What a job's processes recorded at ``file`` of how they ended; None if those of its last attempt did not."""
     if not file.exists():
         return None
-    told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    recorded: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     last = max((int(each.name.removeprefix(_ATTEMPT)) for each in file.parent.glob(f"{_ATTEMPT}*")), default=0)
-    return None if told.pop("attempt", 0) < last else told
+    return None if recorded.pop("attempt", 0) < last else recorded
 
 
 def _ignore_signals() -> None:
@@ -157,9 +157,9 @@ def speak(error: TuneError, *, environ: Mapping[str, str] = os.environ) -> None:
         kind = "interrupted" if error.exit_code == INTERRUPTED else "error"
         redaction.print_line(f"{PROGRAM}: {f'[rank {rank}] ' if rank else ''}{kind}: {error}", sys.stderr)
     if wanted:
-        told = {"code": error.exit_code, "message": redaction.one_line(str(error))}
+        recorded = {"code": error.exit_code, "message": redaction.one_line(str(error))}
         with suppress(OSError):  # no room: the line is printed, and the process ends with its code
-            _record(wanted, told | ({"follows": True} if error.follows else {}), environ)
+            _record(wanted, recorded | ({"follows": True} if error.follows else {}), environ)
 
 
 @contextmanager

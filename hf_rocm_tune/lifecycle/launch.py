@@ -130,27 +130,27 @@ def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool = Fal
             recorded = read_exit_record(record)
             if recorded is None or recorded["code"] not in REFUSED_CODES:
                 raise  # else the processes could not meet again, and need not
-        told = read_exit_record(record)
+        recorded = read_exit_record(record)
         ended_by_request = asked.exists() and status in _ENDED_BY_REQUEST
-    if told is not None and told["code"] == 0:
-        status, told = 0 if ended_by_request else status, None
+    if recorded is not None and recorded["code"] == 0:
+        status, recorded = 0 if ended_by_request else status, None
     if status == 0:
         complete()
         return 0
-    if told is None and ended_by_request:
+    if recorded is None and ended_by_request:
         print(f"{PROGRAM}: interrupted before training started", file=sys.stderr, flush=True)
         return INTERRUPTED
-    follows = told is not None and told.pop("follows", False)
-    if told is None or (follows and status != told["code"]):
+    follows = recorded is not None and recorded.pop("follows", False)
+    if recorded is None or (follows and status != recorded["code"]):
         if passes_exit_code and status > 0:
             return status
         who = "the training process" + ("" if rank is None else f" of rank {rank}")
         return _unrecorded(status, who, arguments.training_script_args)
     if follows:  # and nobody here knows what it follows from
-        print_line(f"{PROGRAM}: error: {told['message']}", sys.stderr)
+        print_line(f"{PROGRAM}: error: {recorded['message']}", sys.stderr)
     if above:
-        write_text_atomic(Path(above), json.dumps(told))
-    return int(told["code"])
+        write_text_atomic(Path(above), json.dumps(recorded))
+    return int(recorded["code"])
 
 
 def _run(arguments: Any) -> tuple[int, int | None]:

@@ -40,7 +40,7 @@ ENTRIES = frozenset(get_args(Method))
 DEATHS_TO_SKIP, DEATHS_TO_STOP, EXCEPTIONS_TO_STOP = 2, 4, 2
 
 _PACKAGE = "hf_rocm_tune"
-_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.2, 1.0
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.2, 1.0
 _KILL_SECONDS = 30.0
 """How long SIGKILL may take: the kernel first releases the process's resources."""
 _LONGEST_WAIT_SECONDS = 300.0
@@ -221,12 +221,12 @@ class PulseWatch:
             (directory / name).unlink(missing_ok=True)
         self.begun: Begun | None = None
         self.pulse: Pulse | None = None
-        self._silent, self._looked = 0.0, clock()
+        self._silent, self._polled = 0.0, clock()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.begun = self.begun or heartbeat.read_begun(self._directory)
-        passed, self._looked = self._clock() - self._looked, self._clock()
-        self._silent += min(passed, _LONGEST_LOOK_SECONDS)
+        passed, self._polled = self._clock() - self._polled, self._clock()
+        self._silent += min(passed, _LONGEST_POLL_SECONDS)
         if (pulse := heartbeat.read_pulse(self._directory)) not in (None, self.pulse):
             self.pulse, self._silent = pulse, 0.0
 
@@ -261,7 +261,7 @@ class _Supervision:
             watch = PulseWatch(self._directory, self._settings)
             end = self._see_through(watch)
             is_death = not self._asked and end.code not in {0, INTERRUPTED, *FINAL_CODES}
-            decision = self._judge(end.code, watch.pulse) if is_death else None
+            decision = self._decide(end.code, watch.pulse) if is_death else None
             self._enter(
                 "end",
                 how=end.how,
@@ -288,7 +288,7 @@ class _Supervision:
             _say(f"{end.how}; {decision.reason}; restarting in {decision.wait_seconds:.0f} s from {onward}")
             deadline = time.monotonic() + decision.wait_seconds
             while not self._asked and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
             if self._asked:
                 _say("stopped on request; rerun the same command to resume from the latest checkpoint")
                 return INTERRUPTED
@@ -301,8 +301,8 @@ class _Supervision:
         told = Supervised(str(self._directory), limits.start_seconds, limits.stall_seconds, before).to_json()
         process = start(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, told)
         while process.poll() is None and stalled is None and passed_on <= 2:
-            time.sleep(_LOOK_SECONDS)
-            self._look(watch)
+            time.sleep(_POLL_SECONDS)
+            self._poll(watch)
             if len(self._asked) > passed_on:
                 passed_on += 1
                 if passed_on <= 2:
@@ -315,14 +315,14 @@ class _Supervision:
             what = f"processes {survivors} of the job survive SIGKILL, so they hang in the driver"
             self._enter("end", how=what, code=StallError.exit_code)
             raise StallError(f"{what} and hold the GPU: restart the machine, then repeat the command")
-        self._look(watch)
+        self._poll(watch)
         if stalled is not None:
             return _End(StallError.exit_code, f"no heartbeat for {stalled:.0f} s")
         return self._ending(process.wait(), record)
 
-    def _look(self, watch: PulseWatch) -> None:
+    def _poll(self, watch: PulseWatch) -> None:
         known = watch.begun
-        watch.look()
+        watch.poll()
         if (begun := watch.begun) is not None and known is None:
             self._begun = begun
             self._enter("start", start=len(self._deaths) + 1, resumed_from=begun.resumed_from or "the start")
@@ -351,7 +351,7 @@ class _Supervision:
             return _End(128 + number, f"ended by {signal.Signals(number).name}")
         return _End(status, f"exit code {status}")
 
-    def _judge(self, code: int, pulse: Pulse | None) -> RestartDecision:
+    def _decide(self, code: int, pulse: Pulse | None) -> RestartDecision:
         skipped: Collection[int] = ()
         newest, resumed_from = 0, ""
         if (begun := self._begun) is not None:

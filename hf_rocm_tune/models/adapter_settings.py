@@ -31,7 +31,7 @@ class AdapterSettings:
         """The first layer whose settings have changed."""
         for (name, layer), before in zip(self._layers, self._before, strict=True):
             if (now := _settings_of(layer)) != before:
-                return f"the settings of LoRA's layer {name} are {_told(now)} instead of {_told(before)}"
+                return f"the settings of LoRA's layer {name} are {_in_words(now)} instead of {_in_words(before)}"
         return None
 
     def adopt(self) -> None:
@@ -48,8 +48,8 @@ class AdapterSettings:
                 wanted = (config.lora_alpha / root, config.lora_dropout)
                 if not math.isclose(scaling, wanted[0], rel_tol=1e-6) or dropout not in (None, wanted[1]):
                     return (
-                        f"the settings of LoRA's layer {name} are {_told({adapter: (scaling, dropout)})}, but its "
-                        f"configuration says {_told({adapter: wanted})}"
+                        f"the settings of LoRA's layer {name} are {_in_words({adapter: (scaling, dropout)})}, but its "
+                        f"configuration says {_in_words({adapter: wanted})}"
                     )
         return None
 
@@ -63,5 +63,5 @@ def _settings_of(layer: Any) -> dict[str, tuple[float, float | None]]:
     }
 
 
-def _told(settings: dict[str, Any]) -> str:
+def _in_words(settings: dict[str, Any]) -> str:
     return ", ".join(f"factor {scaling:.6g} and dropout {dropout}" for scaling, dropout in settings.values())

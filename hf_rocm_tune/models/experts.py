@@ -246,12 +246,12 @@ def _multiply(rows: Tensor, weight: Any, sizes: Sequence[int], transposed: bool)
     _, *shape = weight.quant_state.shape
     result = rows.new_empty(len(rows), shape[transposed])
     matrices = _unpacked(weight, sizes)
-    look = getattr(weight.quant_state, "look", None)
+    observer = getattr(weight.quant_state, "observer", None)
     for expert, (part, out) in enumerate(zip(rows.split(sizes), result.split(sizes), strict=True)):
         matrix = next(matrices)
         if matrix is not None:
-            if look is not None:
-                look(matrix, expert)
+            if observer is not None:
+                observer(matrix, expert)
             torch.mm(part, matrix if transposed else matrix.t(), out=out)
         del matrix  # before the next one is unpacked
     return result

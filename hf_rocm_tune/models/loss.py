@@ -198,12 +198,12 @@ def _forward(
     # a tile has no more elements than upstream's
     rows = max(1, min(tokens, upstream_head.TOKEN_CHUNK_SIZE) * chunk_size // max(vocabulary, chunk_size))
     head = _Head(weight, bias, dtype, chunk_size)
-    look = getattr(weight, "look", None)  # of the checks of arithmetic
+    observer = getattr(weight, "observer", None)  # of the checks of arithmetic
     for first in range(0, tokens, rows):
         part = slice(first, first + rows)
         tile = head.logits(hidden[part].to(dtype))
-        if look is not None:
-            look("forward", hidden[part], tile, dtype, head.logits)
+        if observer is not None:
+            observer("forward", hidden[part], tile, dtype, head.logits)
         count, blocks = tile.shape[0], -(-vocabulary // upstream_head._BLOCK_SIZE)
         place = (tile, tile.stride(0), targets[part])
         fold = upstream_head._forward_tile
@@ -216,8 +216,8 @@ def _forward(
         factors = (normaliser[part], normaliser[part], ones[part], ones[part])  # entropy has no gradient
         turn(*place, *factors, 0, vocabulary, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options)
         head.add_back(gradient[part], tile)
-        if look is not None:
-            look("backward", tile, gradient[part], head.dtype_back, head.logits, head.back)
+        if observer is not None:
+            observer("backward", tile, gradient[part], head.dtype_back, head.logits, head.back)
         del tile, place  # before the next one
     ctx.save_for_backward(gradient)
     ctx.dtype = hidden.dtype

@@ -107,7 +107,7 @@ class Coverage:
             rest = f", not: {listed(names)}"
         return f"Coverage({self.share} of {self.device_bytes:,} bytes verified{rest})"
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The share, and what is not verified, for a message."""
         by_reason: dict[str, list[str]] = {}
         for row in self.unverified:

@@ -235,17 +235,17 @@ def dequantised(module: Any) -> Tensor:
     return found
 
 
-def on_dequantised(weight: Any, look: Callable[..., None]) -> Watch:
+def on_dequantised(weight: Any, observer: Callable[..., None]) -> Watch:
     """Have what is dequantised from this weight looked at, before it is multiplied with; of packed experts each one."""
     if weight.quant_state.quant_type != "mxfp4":
-        upstream.replace_for_good("dequantise", _looked_at)
-    return Watch(weight.quant_state, look)
+        upstream.replace_for_good("dequantise", _observed)
+    return Watch(weight.quant_state, observer)
 
 
-def _looked_at(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _observed(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def dequantize_4bit(A: Tensor, quant_state: Any = None, *arguments: Any, **keywords: Any) -> Tensor:
         found = stock(A, quant_state, *arguments, **keywords)
-        if (one := getattr(quant_state, "look", None)) is not None:
+        if (one := getattr(quant_state, "observer", None)) is not None:
             one(found)
         return found
 
@@ -253,14 +253,14 @@ def _looked_at(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Watch:
-    """Has what is computed with a weight given to ``look``, until it is removed."""
+    """Has what is computed with a weight given to ``observer``, until it is removed."""
 
-    def __init__(self, holder: Any, look: Callable[..., None]) -> None:
+    def __init__(self, holder: Any, observer: Callable[..., None]) -> None:
         self._holder = holder
-        holder.look = look
+        holder.observer = observer
 
     def remove(self) -> None:
-        self._holder.look = None
+        self._holder.observer = None
 
 
 _WITH_STATISTICS = (

@@ -93,7 +93,7 @@ class FrozenSentinel:
 
     def check_slice(self) -> list[Change]:
         """Check the next slice; on an accelerator a later call or :meth:`collect` returns its changes."""
-        changes = self._look(self._slices[self._next])
+        changes = self._compare(self._slices[self._next])
         self._next += 1
         if self._next == len(self._slices):
             self._next = 0
@@ -103,7 +103,7 @@ class FrozenSentinel:
     def check_all(self) -> list[Change]:
         """Check every tensor, also those added since the start, and wait for the result."""
         self.passes += 1
-        changes = self._look(self._watched.values())
+        changes = self._compare(self._watched.values())
         changes += self._begin([each for each in self._list_tensors() if each[0] not in self._watched], late=True)
         return changes + self.collect(wait=True)
 
@@ -114,10 +114,10 @@ class FrozenSentinel:
             rows, queued = self._queued.pop(0)
             for row, found in zip(rows, queued.result(), strict=True):
                 if found != row.baseline:
-                    changes += self._judge(row)
+                    changes += self._confirm(row)
         return changes
 
-    def _look(self, rows: Iterable[_Watched]) -> list[Change]:
+    def _compare(self, rows: Iterable[_Watched]) -> list[Change]:
         """Queue the digests of tensors whose storage is the same; the others are judged at once."""
         changes, here = [], []
         for row in rows:
@@ -127,12 +127,12 @@ class FrozenSentinel:
             if tensor is not None and tensor.untyped_storage() is row.storage():
                 here.append((row, storage_bytes(tensor)))
             else:
-                changes += self._judge(row)
+                changes += self._confirm(row)
         if here:
             self._queued.append(([row for row, _ in here], QueuedDigests([data for _, data in here])))
         return changes
 
-    def _judge(self, row: _Watched) -> list[Change]:
+    def _confirm(self, row: _Watched) -> list[Change]:
         """Digest a suspicious tensor again; it has changed if it still differs and `explain` has no reason."""
         tensor = row.tensor()
         if tensor is None:
@@ -160,7 +160,7 @@ class FrozenSentinel:
             storage = tensor.untyped_storage()
             self._watched[name] = row = _Watched(name, find, weakref.ref(storage), storage.nbytes(), before)
             if now != before:
-                changes += self._judge(row)
+                changes += self._confirm(row)
         return changes
 
 
@@ -223,7 +223,7 @@ class TrainedSentinel:
         """See `was_written`."""
         self._marked = [version_of(each) for each in self._held if torch.is_tensor(each)]
 
-    def look(self) -> None:
+    def queue_check(self) -> None:
         """Before the next use: queue a comparison with the recorded state."""
         if self._taken is None:
             return
@@ -240,7 +240,8 @@ class TrainedSentinel:
         self._queued.append((groups, looked_at, before, QueuedDigests([groups[at].bytes for at in looked_at])))
 
     def collect(self, *, newest: int = 0) -> list[Change]:
-        """What has changed between `take` and `look`; waits for the device, but not for the ``newest`` comparisons."""
+        """What has changed between `take` and `queue_check`; waits for the device, but not for the ``newest``
+        comparisons."""
         older = max(len(self._queued) - newest, 0)
         queued, self._queued = self._queued[:older], self._queued[older:]
         for groups, untouched, before, now in queued:
@@ -295,7 +296,7 @@ class BatchSentinel:
             known = self._verdict_of(first) or QueuedDigests([storage_bytes(first)])
             self._used.append((rows[0][0], [(tensor, version_of(tensor)) for _, tensor in rows], known))
 
-    def look(self) -> None:
+    def queue_check(self) -> None:
         used, self._used = self._used, []
         for name, rows, known in used:
             if all(version_of(tensor) == version for tensor, version in rows):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 SKIPPED_AMONG = 100
 """Steps among which skipped ones are counted."""
-FIRST_LOOK = 10
+FIRST_CHANGE_CHECK = 10
 """Steps after which weights are compared with those at the start of training."""
 
 _HOST = torch.device("cpu")
@@ -278,17 +278,17 @@ class MovementCallback(TrainerCallback):
     def __init__(self, model: nn.Module, report: Callable[[StepFinding], None]) -> None:
         self._model, self._report = model, report
         self._before: list[Digest] = []
-        self._began = self._look_at = 0
+        self._began = self._check_at = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._before = self._digests()
-        self._began, self._look_at = state.global_step, state.global_step + FIRST_LOOK
+        self._began, self._check_at = state.global_step, state.global_step + FIRST_CHANGE_CHECK
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        if state.global_step != self._look_at:
+        if state.global_step != self._check_at:
             return
         if not any(group["lr"] for group in more["optimizer"].param_groups):
-            self._look_at += FIRST_LOOK  # such steps change nothing
+            self._check_at += FIRST_CHANGE_CHECK  # such steps change nothing
             return
         steps = state.global_step - self._began
         still = _zero_matrices(self._model)

@@ -460,7 +460,7 @@ class OutOfMemoryRecovery:
         incident = {"step": step, "stage": "memory", "kind": "out of memory", "micro_step": number + 1, "rows": rows}
         incident |= {"tokens": part.tokens, "divisor": self.divisor, "said": said}
         shortages.append(incident)
-        pictures = _pictures_told(part.inputs)
+        pictures = _describe_pictures(part.inputs)
         what = f"out of memory with {rows} {unit}{'s' * (rows > 1)} ({part.tokens} tokens{pictures}) at step {step}"
         what = f"rank {args.process_index}: {what}" if several else what
         fewer = not several and trainer.strategy.fewer_in_flight()
@@ -494,7 +494,7 @@ class OutOfMemoryRecovery:
             write_text_atomic(directory / STATE_FILE, json.dumps(body) + "\n")
 
 
-def _pictures_told(inputs: Mapping[str, Any]) -> str:
+def _describe_pictures(inputs: Mapping[str, Any]) -> str:
     """What a message says of the pictures of a part; empty: it has none."""
     if not isinstance(in_row := inputs.get(IN_ROW), Tensor):
         return ""

@@ -105,7 +105,7 @@ class SentinelCallback(TrainerCallback):
         for each in self._trained_parameters():
             if self._mover.was_verified(each):
                 self._mover.mark_trained(each, TRAINED)
-        self._judge(changes, "between the load and the first step", state.global_step)
+        self._report_changes(changes, "between the load and the first step", state.global_step)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._rates = self._read_rates()
@@ -118,7 +118,7 @@ class SentinelCallback(TrainerCallback):
         step = state.global_step
         if self._sentinel is not None:
             self._reshard()
-            self._judge(self._sentinel.check_slice(), f"after step {step}", step)
+            self._report_changes(self._sentinel.check_slice(), f"after step {step}", step)
             if step % self._every == 0 and (replicas := list(self._replicas())):
                 self.check_replicas(replicas, f"at step {step}")
 
@@ -140,11 +140,11 @@ class SentinelCallback(TrainerCallback):
         if self._sentinel is None:
             self._sentinel = FrozenSentinel(self._frozen, self._every, self._mover.digest_of, self._explain)
             changes = [*self._sentinel.changed_at_start, *self._changed_since_load()]
-            self._judge(changes, f"since they were loaded, before {doing}", step)
+            self._report_changes(changes, f"since they were loaded, before {doing}", step)
             return
         self._reshard()
         when = f"since the last check, before {doing}"
-        self._judge(self._sentinel.check_all(), when, step)
+        self._report_changes(self._sentinel.check_all(), when, step)
         if self._trained is not None:
             before = self._trained.rewritten
             self.check_trained(when, step)
@@ -185,7 +185,7 @@ class SentinelCallback(TrainerCallback):
         """PEFT's CPT replaces its trained prompt in each forward, wherever that is called: right from then on."""
         encoders: Any = getattr(getattr(self._model, "prompt_encoder", None), "values", list)()
         for encoder in encoders:
-            encoder.register_forward_pre_hook(lambda *_: self.look())
+            encoder.register_forward_pre_hook(lambda *_: self.queue_check())
             encoder.register_forward_hook(lambda *_: self._adopt_prompts())
 
     def _adopt_prompts(self) -> None:
@@ -200,14 +200,14 @@ class SentinelCallback(TrainerCallback):
         if self._sentinel is not None:
             self._batches.use(batch)
 
-    def look_at_batches(self) -> None:
+    def queue_batch_check(self) -> None:
         """Queue a check of the batches that were used; `wait_verified` reports the result."""
-        self._batches.look()
+        self._batches.queue_check()
 
     def wait_for_batches(self, step: int) -> None:
         """Wait for the result of the checks of batches alone; raises as `wait_verified`."""
         if self._sentinel is not None:
-            self._judge(self._batches.collect(), f"at step {step}", step)
+            self._report_changes(self._batches.collect(), f"at step {step}", step)
 
     def wait_for_older(self, step: int) -> None:
         """Wait for what was queued some batches ago, so that in a long evaluation no more than that is outstanding."""
@@ -216,12 +216,12 @@ class SentinelCallback(TrainerCallback):
         changes = self._batches.collect(newest=OUTSTANDING_BATCHES)
         if self._trained is not None:
             changes += self._trained.collect(newest=1)
-        self._judge(changes, f"in an evaluation after step {step}", step)
+        self._report_changes(changes, f"in an evaluation after step {step}", step)
 
-    def look(self) -> None:
+    def queue_check(self) -> None:
         """Queue a check of the trained state before it is used or changed; `wait_verified` reports the result."""
         if self._trained is not None:
-            self._trained.look()
+            self._trained.queue_check()
 
     def mark(self) -> None:
         """A callback that may write follows: `take` tells whether it did."""
@@ -237,7 +237,7 @@ class SentinelCallback(TrainerCallback):
         changes += self._batches.collect()
         if not self._excuse_writes and self._differ(self._rates):
             changes.append(_RATES)
-        self._judge(changes, f"before the update of step {step}", step)
+        self._report_changes(changes, f"before the update of step {step}", step)
 
     @contextmanager
     def keeping_rates(self, step: int) -> Iterator[None]:
@@ -245,7 +245,7 @@ class SentinelCallback(TrainerCallback):
         before = self._read_rates()
         yield
         if self._sentinel is not None and not self._excuse_writes and self._differ(before):
-            self._judge([_RATES], f"during the evaluation after step {step}", step)
+            self._report_changes([_RATES], f"during the evaluation after step {step}", step)
 
     def check_all(self, step: int, doing: str = "saving") -> None:
         """Check every frozen tensor and the trained state, before ``doing`` something with them."""
@@ -256,7 +256,7 @@ class SentinelCallback(TrainerCallback):
             return
         self._reshard()
         when = f"before {doing} at step {step}"
-        self._judge(self._sentinel.check_all(), when, step)
+        self._report_changes(self._sentinel.check_all(), when, step)
         self.check_trained(when, step)
         self._checked_at = step
 
@@ -267,8 +267,8 @@ class SentinelCallback(TrainerCallback):
 
     def check_trained(self, when: str, step: int) -> None:
         if self._trained is not None:
-            self._trained.look()
-            self._judge(self._trained.collect(), when, step)
+            self._trained.queue_check()
+            self._report_changes(self._trained.collect(), when, step)
 
     def check_replicas(self, tensors: Iterable[tuple[str, Tensor]], when: str) -> None:
         """`compare_replicas`, counted. Collective."""
@@ -345,7 +345,7 @@ class SentinelCallback(TrainerCallback):
 
     # ---- the verdict ----------------------------------------------------------------------------------------
 
-    def _judge(self, changes: Sequence[Change], when: str, step: int) -> None:
+    def _report_changes(self, changes: Sequence[Change], when: str, step: int) -> None:
         assert self._sentinel is not None
         wrong, frozen, trained = Counter(each.stage for each in changes), self._sentinel, self._trained
         self._report.watched("frozen", passes=frozen.passes, tensors=frozen.tensors, new_mismatches=wrong["frozen"])

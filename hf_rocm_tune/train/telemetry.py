@@ -120,7 +120,7 @@ class Telemetry:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # over all below
-        self._seconds, self._looks = 0.0, 0
+        self._seconds, self._samples = 0.0, 0
         self._run: dict[str, _Series] = {}
         self._recent: dict[str, _Series] = {}
         self._missing: dict[str, str] = {}
@@ -141,16 +141,16 @@ class Telemetry:
 
     def _watch(self, stopped: threading.Event) -> None:
         while not stopped.is_set():
-            self.look()
+            self.sample()
             stopped.wait(self._every_s)
 
-    def look(self) -> None:
+    def sample(self) -> None:
         if self._read is None:
             return
         began = time.perf_counter()
         metrics, missing = self._read()
         with self._lock:
-            self._looks, self._missing = self._looks + 1, missing
+            self._samples, self._missing = self._samples + 1, missing
             for series in (self._run, self._recent):
                 for name, value in metrics.items():
                     one = series.get(name, _Series())
@@ -172,7 +172,7 @@ class Telemetry:
     def summary(self) -> dict[str, Any]:
         """For the report; ``seconds``: time of all readings together; of torch's allocator the peaks, in GiB."""
         with self._lock:
-            found: dict[str, Any] = {"source": self._source, "looks": self._looks, "seconds": round(self._seconds, 4)}
+            found: dict[str, Any] = {"source": self._source, "looks": self._samples, "seconds": round(self._seconds, 4)}
             found |= {name: {"mean": one.mean, "max": round(one.greatest, 3)} for name, one in self._run.items()}
             if missing := {name: why for name, why in self._missing.items() if name not in self._run}:
                 found["missing"] = missing

@@ -124,7 +124,7 @@ class VerifiedTransferMixin(_Base):
           replays.compare     where a replay is due: the same micro-batch gives the same bits
           strategy.check      averages of gradients over the ranks
         _clip               the norm is kept
-        _judge_step         before the optimizer: frozen weights, trained state and used batches have the digests they
+        _check_step         before the optimizer: frozen weights, trained state and used batches have the digests they
                             had; loss and norm are finite; a step that is wrong is computed again, once
         optimizer.step      elements of the update are computed again on the host (`update`)
         log, evaluate, _save_checkpoint
@@ -448,7 +448,7 @@ class VerifiedTransferMixin(_Base):
                 loss = self._recovery.run(stock, model, inputs, num_items_in_batch)
         if self._recovery.divisor == 1:
             self._replays.compare(model, loss)
-        self._sentinel.look_at_batches()
+        self._sentinel.queue_batch_check()
         self.strategy.check(step=step, synced=self.accelerator.sync_gradients)
         self._guard.add_loss(loss)
         return self._metrics_queue.loss_to_log(loss)
@@ -522,13 +522,13 @@ class VerifiedTransferMixin(_Base):
         self._norm = clip(*arguments, **keywords)
         return self._norm
 
-    def _judge_step(self) -> None:
+    def _check_step(self) -> None:
         """The last function before the optimizer: the trained state is checked, and the step is judged."""
         model = self.model_wrapped
         norm, self._norm = self._norm, None
         if norm is None:  # upstream has its own clipping for tensors that are sharded in different ways
             norm = _norm_of(model, self.args.device)
-        self._sentinel.look()
+        self._sentinel.queue_check()
         self._require_settings()
         judges, can_repeat = (self._arithmetic, self._replays, self._updates), self._recovery.has_start
         while self._guard.judge(model, norm, self._sentinel.wait_verified, *judges, can_repeat=can_repeat):
@@ -544,7 +544,7 @@ class VerifiedTransferMixin(_Base):
         compare = partial(self._replays.compare, model, again=True)
         with self._replays.watching_attention():
             losses = self._recovery.repeat(self._verified_step, model, self._num_items, compare)
-        self._sentinel.look_at_batches()
+        self._sentinel.queue_batch_check()
         self.strategy.check(step=self.state.global_step + 1, synced=True)
         self._tr_loss = self._loss_before.clone()
         for one in losses:
@@ -593,7 +593,7 @@ class VerifiedTransferMixin(_Base):
         inputs = self._verified_inputs(inputs)
         with self._generating(inputs):
             result = super().prediction_step(model, inputs, *arguments, **keywords)
-        self._sentinel.look_at_batches()
+        self._sentinel.queue_batch_check()
         self._sentinel.wait_for_older(self.state.global_step)
         self.strategy.check(step=self.state.global_step, synced=False)
         return result
@@ -791,10 +791,10 @@ class VerifiedTransferMixin(_Base):
         if event == "on_train_begin":
             self._begin_training()
         elif event == "on_pre_optimizer_step":
-            self._judge_step()
+            self._check_step()
         if self._has_writer(event):
             if event != "on_optimizer_step":  # the update has just changed them
-                self._sentinel.look()
+                self._sentinel.queue_check()
             self._sentinel.mark()
 
     def _after_event(self, event: str) -> None:
@@ -815,9 +815,9 @@ class VerifiedTransferMixin(_Base):
         if self.mover.settings.verify != "full" or found.complete or self.settings.consent_unverified:
             return None
         return (
-            f"--verify full covers {found.told()}. Pass the model by name, or on the host (loaded without device_map "
-            "and without .to()), so that the trainer moves and verifies it; or consent with --consent_unverified "
-            "(consent_unverified=True)"
+            f"--verify full covers {found.describe()}. Pass the model by name, or on the host (loaded without "
+            "device_map and without .to()), so that the trainer moves and verifies it; or consent with "
+            "--consent_unverified (consent_unverified=True)"
         )
 
     def _loss_scale(self) -> Tensor | None:

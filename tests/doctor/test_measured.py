@@ -22,7 +22,7 @@ from hf_rocm_tune.doctor import arithmetic, diagnose, transfers
 from hf_rocm_tune.doctor.diagnose import MEASURED, run_measured
 from hf_rocm_tune.doctor.findings import Finding, failure
 from hf_rocm_tune.doctor.links import LinkRate
-from hf_rocm_tune.doctor.transfers import judge_bandwidth
+from hf_rocm_tune.doctor.transfers import assess_bandwidth
 from hf_rocm_tune.machine.child import Outcome, Task
 from tests.doctor.harm import harm
 from tests.doctor.together import together
@@ -238,7 +238,7 @@ def test_a_canary_that_changes_is_found(kind: str, words: str, monkeypatch: pyte
 )
 def test_a_link_is_called_by_its_name(rate: float, links: list[tuple[int, float]], row: str, words: str) -> None:
     states = [LinkRate(width, speed, "0000:03:00.0") for width, speed in links]
-    finding = judge_bandwidth("cuda:0", rate, rate + 1, states)
+    finding = assess_bandwidth("cuda:0", rate, rate + 1, states)
     assert finding.row == row and words in finding.title
 
 
@@ -442,7 +442,7 @@ def test_a_wrong_result_is_told_from_a_bad_readback() -> None:
 def test_the_libraries_are_judged_by_each_other(rates: dict[str, float], row: str, words: str) -> None:
     """Not by a figure of another card, or one that was measured through ZLUDA."""
     gradient = "products of the loss gradient: hipBLASLt (TFLOP/s: rocBLAS 2, hipBLASLt 50)"
-    finding = arithmetic.judge_speed("cuda:0", rates, 8192, gradient)
+    finding = arithmetic.assess_speed("cuda:0", rates, 8192, gradient)
     assert finding.row == row and words in f"{finding.title} {finding.fix}" and gradient in finding.read
 
 

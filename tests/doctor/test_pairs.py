@@ -19,7 +19,7 @@ def judged(result: dict[str, Any] | None, **outcome: Any) -> Finding:
     status = outcome.pop("status", "done")
     outcomes = (Outcome(status=status, result=result, **outcome),)
     trial = Trial(subject="cuda:0 -> cuda:1", what="copies", outcomes=outcomes)
-    return pairs.judge_pair("cuda:0", "cuda:1", trial, "1 right", "copies")
+    return pairs.assess_pair("cuda:0", "cuda:1", trial, "1 right", "copies")
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_silence_counts_while_it_is_watched_and_an_upload_may_take_its_time(
     def after(seconds: int) -> float | None:
         for _ in range(seconds):
             now[0] += 1.0
-            watch.look()
+            watch.poll()
         return watch.silence()
 
     assert (after(100), after(1)) == (None, 101.0)
@@ -185,7 +185,7 @@ def test_silence_counts_while_it_is_watched_and_an_upload_may_take_its_time(
     heartbeat.touch_pulse()
     assert after(1) is None, "the watchdog is finding the cause"
     now[0] += 999
-    watch.look()
+    watch.poll()
     assert watch.silence() is None, "the machine was suspended"
     beats.beat(step=3, phase="publish")
     assert after(50) is None

@@ -146,15 +146,15 @@ def test_writes_of_foreign_code_are_excused_on_request_and_counted() -> None:
         sentinel = TrainedSentinel(optimizer_of(held), excuse_writes=excuse)
         sentinel.take()
         held["t0"].add_(1)
-        sentinel.look()
+        sentinel.queue_check()
         assert (bool(sentinel.collect()), sentinel.rewritten) == (not excuse, int(excuse))
         sentinel.take()
         held["t1"].data = torch.rand(20)
-        sentinel.look()
+        sentinel.queue_check()
         assert (bool(sentinel.collect()), sentinel.rewritten) == (not excuse, 2 * int(excuse))
         sentinel.take()
         flip(held["t1"], 9)  # through the storage: not counted by torch, as a fault is not
-        sentinel.look()
+        sentinel.queue_check()
         assert sentinel.collect() == named("t1")
 
 
@@ -185,7 +185,7 @@ def test_large_state_is_watched_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
         sentinel.take()
         for tensor in held.values():
             flip(tensor, 1)
-        sentinel.look()
+        sentinel.queue_check()
         seen += sentinel.collect()
     assert seen == named("t0", "t1", "t2")
 

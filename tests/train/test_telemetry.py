@@ -150,7 +150,7 @@ def test_on_an_accelerator_torch_s_own_memory_is_told() -> None:
     device = torch.device("cuda:0")
     held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     watched = of_device(device, every_s=0.0, tell=lambda line: None)
-    watched.look()
+    watched.sample()
     found = watched.summary()
     assert found["torch_peak_allocated_gib"] >= held.numel() / 2**30
     assert torch.version.hip is not None or found["looks"] == 0
@@ -182,7 +182,7 @@ def looked(*readings: Reading) -> tuple[Telemetry, list[str]]:
     left = iter(readings)
     made = Telemetry(lambda: next(left), source="a script", every_s=1.0, tell=lines.append)
     for _ in readings:
-        made.look()
+        made.sample()
     return made, lines
 
 
