@@ -343,20 +343,23 @@ def tools_for(rule: str | None, sources: Path, folder: Path) -> Path:
 
 
 @contextmanager
-def served(programs: Path, file: Path, adapter: Path | None) -> Iterator[Callable[[str, dict[str, Any]], Any]]:
-    """`llama-server` on the loopback interface; gives a function that asks it."""
+def served(
+    programs: Path, file: Path, adapter: Path | None, *more: str
+) -> Iterator[Callable[[str, dict[str, Any] | None], Any]]:
+    """`llama-server` on the loopback interface; gives a function that asks it (without a body: that gets)."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     command = [str(programs / "llama-server"), "-m", str(file), "--host", "127.0.0.1", "--port", str(port)]
     command += ["-c", "512", "-t", "2", "--no-warmup", "--jinja", "-np", "1", *_EXACT]
-    command += ["--lora", str(adapter)] if adapter is not None else []
+    command += [*(["--lora", str(adapter)] if adapter is not None else []), *more]
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, when the server has ended
     process = subprocess.Popen(command, stdout=log, stderr=log)
 
-    def ask(path: str, body: dict[str, Any]) -> Any:
+    def ask(path: str, body: dict[str, Any] | None) -> Any:
+        content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"http://127.0.0.1:{port}{path}", content, {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
@@ -547,6 +550,12 @@ def _as_stored(file: Path, merged: Path) -> Any:
     return model.eval()
 
 
+def version_of(programs: Path) -> str:
+    """What ``llama-server`` says of itself."""
+    said = subprocess.run([programs / "llama-server", "--version"], capture_output=True, text=True, check=True)
+    return next(line for line in (said.stdout + said.stderr).splitlines() if "version" in line)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
@@ -557,10 +566,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON; cases already there are kept")
     wanted = parser.parse_args()
     programs = wanted.llama_cpp / "build" / "bin"
-    said = subprocess.run([programs / "llama-server", "--version"], capture_output=True, text=True, check=True)
     found = json.loads(wanted.out.read_text()) if wanted.out.is_file() else {"cases": {}}
     found["versions"] = {
-        "llama.cpp": next(line for line in (said.stdout + said.stderr).splitlines() if "version" in line),
+        "llama.cpp": version_of(programs),
         "transformers": transformers.__version__,
         "torch": torch.__version__,
     }
