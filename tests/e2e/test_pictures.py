@@ -567,6 +567,25 @@ def test_an_answer_about_a_picture_is_plain_transformers_and_so_is_the_cards_sni
     exec(compile(code, "card", "exec"), {})
 
 
+def test_pictures_of_which_the_processor_makes_no_pixels_are_refused(model: Path, folder: Path) -> None:
+    from transformers import AutoProcessor
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    from hf_rocm_tune.data.picture_batches import PictureCollator
+    from hf_rocm_tune.data.pictures import PictureRows
+    from hf_rocm_tune.errors import PictureError
+
+    class Blind(DataCollatorForVisionLanguageModeling):
+        def torch_call(self, examples: list[Any]) -> Any:
+            batch = super().torch_call(examples)
+            del batch["pixel_values"]
+            return batch
+
+    row = layouts(folder)["trl"][0]
+    with pytest.raises(PictureError, match="made no pixels"):
+        PictureCollator(Blind(AutoProcessor.from_pretrained(model)), PictureRows(), placeholders=frozenset())([row])
+
+
 def test_thinking_is_masked(train: Train, folder: Path, tmp_path: Path) -> None:
     rows = layouts(folder)["trl"]
     for row in rows:

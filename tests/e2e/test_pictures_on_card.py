@@ -105,6 +105,12 @@ def test_a_step_that_does_not_fit_is_repeated_in_parts(job: Job, tmp_path: Path,
     assert {row["outcome"] for row in shortages} == {"recovered"}
 
 
+def test_layers_of_the_language_model_that_are_streamed_train_the_same(job: Job, tmp_path: Path) -> None:
+    said = job.done(tmp_path / "streamed", stream_weights=1).stdout
+    assert "1 of 2 layers are streamed" in said
+    assert_same_run(tmp_path / "streamed", job.clean())
+
+
 def test_a_row_whose_pictures_do_not_fit_is_one_line(job: Job, tmp_path: Path) -> None:
     refused = job.run(tmp_path / "out", env={"HF_ROCM_TUNE_STEP_FAULT": "kind=oom,rows=0"})
     (line,) = refused.error_lines

@@ -11,11 +11,19 @@ from bitsandbytes.functional import has_avx512bf16
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Lfm2Config,
+    Lfm2VlConfig,
+    Siglip2VisionConfig,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_rocm_tune import VerifiedTransferMixin
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
-from hf_rocm_tune.models.quantised import keep_trainable_on_cpu, require_bitsandbytes
+from hf_rocm_tune.models.quantised import cast_targets, keep_trainable_on_cpu, require_bitsandbytes
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -71,6 +79,18 @@ def test_without_the_switch_an_evaluation_changes_them(make_model: Any) -> None:
     with pytest.warns(UserWarning, match="autograd kernel was not registered"):
         after = gradients(model)
     assert before.keys() != after.keys() or any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_layers_to_whose_dtype_pixels_are_cast_are_named() -> None:
+    """LFM2-VL's patch embedding: in 4 bits its dtype would be that of bytes."""
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = {**tower, "vocab_size": 64, "num_key_value_heads": 4, "layer_types": ["full_attention"]}
+    config = Lfm2VlConfig(
+        vision_config=Siglip2VisionConfig(**tower, patch_size=16, num_patches=16), text_config=Lfm2Config(**text)
+    )
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    assert cast_targets(model) == ["model.vision_tower.embeddings.patch_embedding"]
 
 
 def test_bitsandbytes_without_a_library_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
