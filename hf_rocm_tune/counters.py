@@ -42,12 +42,13 @@ SECTIONS: dict[str, Section] = {
     "replicas": Section("equal weights on all ranks", ("checks", "mismatches"), ("checks",)),
     "files": Section("files read back", ("verified", "mismatches"), ("verified",)),
     "arithmetic": Section(
-        "arithmetic: products with frozen weights, micro-batches computed twice, attention, clipping, updates",
+        "arithmetic: products with frozen weights, micro-batches computed twice, attention, layers on the host, "
+        "clipping, updates",
         (
-            *("products", "checked", "residuals", "cleared", "replays", "attention", "updates", "clipped", "norms"),
-            *("disagreements", "recovered"),
+            *("products", "checked", "residuals", "cleared", "replays", "attention", "layers", "updates"),
+            *("clipped", "norms", "disagreements", "recovered"),
         ),
-        ("checked", "replays", "attention", "updates", "clipped", "norms"),
+        ("checked", "replays", "attention", "layers", "updates", "clipped", "norms"),
         wrong="disagreements",
     ),
     "memory": Section("", ("shortages", "recovered", "cache_given_back", "libraries_bytes"), wrong=""),

@@ -184,6 +184,8 @@ SEAMS = (
          why="the products of fused experts are checked like others"),
     Seam("without_modes", "torch.utils._python_dispatch", "_disable_current_modes", "", kind="called", feature=_CHECKS,
          why="a check of a recomputed layer is not recomputed"),
+    Seam("layer_hooks", "torch.nn.modules.module", "_forward_hooks", "", kind="read", feature=_CHECKS,
+         why="the copy of a layer that the host computes has no hooks"),
     Seam("attention_product", "torch.nn.functional", "scaled_dot_product_attention", "", feature=_CHECKS,
          why="samples of attention are computed again"),
     Seam("packed_sequences", "transformers.masking_utils", "find_packed_sequence_indices", "position_ids",
@@ -227,7 +229,7 @@ SEAMS = (
     Seam("losses_without_triton_1_14", "trl.trainer.utils", "_fused_logprob_entropy", "", kind="read", feature=_HEADS,
          why="likewise, in TRL 1.14"),
     Seam("plan_mode", "torch.utils._python_dispatch", "TorchDispatchMode", "", kind="called", feature=_PLAN,
-         why="records the memory of a model on the meta device"),
+         why="records the memory of a model on the meta device; rounds what the host computes of a layer at random"),
     *(Seam(f"plan{name}", "torch", f"ops.aten.{name}", "", kind="read", feature=_PLAN,
            why="an operator whose memory is counted")
       for name in ("_to_copy", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",

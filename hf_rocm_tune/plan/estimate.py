@@ -319,6 +319,7 @@ class Weights:
     parameters: int  # of the model without adapters, before quantisation
     loading: int  # most bytes beside those of its parts while one tensor is loaded
     streams: tuple[int, ...] = ()  # of each layer of the real model, the bytes that can be streamed
+    largest_layer: int = 0  # parameters of the largest layer
 
     @property
     def gradients(self) -> float:
@@ -330,18 +331,21 @@ class Weights:
         """The sums over the tensors of the recorded layers, each as often as the real model has such a layer."""
         parts = {"weights": 0, "quantisation constants": 0, "adapters": 0, "checksums": 0}
         trained, parameters, loading = [], 0, 0
-        streams = dict.fromkeys(layer_of, 0)
+        streams, sizes = dict.fromkeys(layer_of, 0), dict.fromkeys(layer_of, 0)
         for tensor in tensors:
             count = 1 if tensor.layer < 0 else layer_of.count(tensor.layer)
             parts[tensor.part] += tensor.nbytes * count
             if tensor.streams and tensor.layer in streams:
                 streams[tensor.layer] += tensor.nbytes
+            if tensor.layer in sizes:
+                sizes[tensor.layer] += tensor.elements
             if tensor.trained and count:
                 trained.append(replace(tensor, count=count))
             if tensor.part == "weights":
                 parameters += tensor.elements * count
                 loading = max(loading, tensor.loading)
         more: dict[str, Any] = {"trained": tuple(trained), "streams": tuple(streams[layer] for layer in layer_of)}
+        more["largest_layer"] = max(sizes.values(), default=0)
         return cls(parts=parts, parameters=parameters, loading=loading, **more)
 
     def streamed(self, count: int) -> list[int]:
@@ -621,6 +625,8 @@ def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
         "processes": float(case.cards * PROCESS_BYTES),
         "page-locked ring": float(case.cards * RING_BYTES),
         "a checkpoint being written": variant.weights.gradients + state,
+        # In float32, with the bytes that it was made of (``train/arithmetic/layers.py``)
+        "a layer computed again at the start": float(case.cards * 6 * variant.weights.largest_layer),
     }
     if variant.optimizer.paged:
         parts["paged optimizer state"] = float(case.cards * state)

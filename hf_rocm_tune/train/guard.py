@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from hf_rocm_tune.train.arithmetic.checks import ArithmeticChecks
+    from hf_rocm_tune.train.arithmetic.layers import HostLayers
     from hf_rocm_tune.train.replay import Replays
     from hf_rocm_tune.train.update import UpdateChecks
 
@@ -153,6 +154,7 @@ class TrainingGuard:
         products: ArithmeticChecks,
         replays: Replays,
         updates: UpdateChecks,
+        layers: HostLayers,
         *,
         can_repeat: bool,
     ) -> bool:
@@ -169,12 +171,13 @@ class TrainingGuard:
             products.judge(figures.residuals, can_repeat=can_repeat),
             replays.judge(can_repeat=can_repeat),
             updates.judge(figures.samples, can_repeat=can_repeat),
+            layers.judge(),
         )
         of_ranks = all_gather_floats([figures.loss, figures.norm, own])
         verdict = StepVerdict(int(max(rank_verdict for _, _, rank_verdict in of_ranks)))
         if verdict == StepVerdict.END:
             elsewhere = f"step {step}: wrong arithmetic on another rank"
-            raise CorruptionError(updates.failure or products.failure or replays.failure or elsewhere)
+            raise CorruptionError(updates.failure or products.failure or replays.failure or layers.failure or elsewhere)
         if verdict == StepVerdict.REPEAT:
             return True
         mean = sum(rank_loss for rank_loss, _, _ in of_ranks) / len(of_ranks)  # NaN on one rank is NaN on all

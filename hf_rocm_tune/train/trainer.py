@@ -57,6 +57,7 @@ from hf_rocm_tune.models.streaming import streamer_of
 from hf_rocm_tune.survive.checkpoint import Checkpoints
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
 from hf_rocm_tune.train.arithmetic import ArithmeticChecks
+from hf_rocm_tune.train.arithmetic.layers import HostLayers
 from hf_rocm_tune.train.device_memory import FragmentationCallback
 from hf_rocm_tune.train.events import surround
 from hf_rocm_tune.train.faults import Crashes, StepFaults, StepFaultSpec
@@ -124,6 +125,7 @@ class VerifiedTransferMixin(_Base):
           replays.compare     where a replay is due: the same micro-batch gives the same bits
           strategy.check      averages of gradients over the ranks
         _clip               the norm is kept
+        host_layers.compute in the first step: a layer is computed again, here and on the host
         _check_step         before the optimizer: frozen weights, trained state and used batches have the digests they
                             had; loss and norm are finite; a step that is wrong is computed again, once
         optimizer.step      elements of the update are computed again on the host (`update`)
@@ -178,6 +180,7 @@ class VerifiedTransferMixin(_Base):
         self._arithmetic = ArithmeticChecks(settings.check_arithmetic, self.mover)
         self._replays = Replays(self, self._arithmetic, on=checks_arithmetic)
         self._updates = UpdateChecks(self.mover.report, on=checks_arithmetic)
+        self._host_layers = HostLayers(self, self._arithmetic, on=checks_arithmetic)
         self._adapter_settings: AdapterSettings | None = None  # of a training
         self._keeping_checkpointing = 0  # micro-batches that are in their loss now: several in a pipeline
         self._num_items: Any = None  # label tokens of the current step
@@ -335,7 +338,9 @@ class VerifiedTransferMixin(_Base):
             resume_from_checkpoint = self._checkpoints.check_start(resume_from_checkpoint)
             self._watches_training = False
             with self._checkpoints.resuming(resume_from_checkpoint) as given:
-                return super().train(given, *arguments, **keywords)
+                result = super().train(given, *arguments, **keywords)
+        self._host_layers.check_now()
+        return result
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -356,7 +361,9 @@ class VerifiedTransferMixin(_Base):
         schedule = Schedule(self.lr_scheduler, self.optimizer, self.args, max_steps, excused=own)
         self._updates.watch(self.optimizer, names, schedule)
         self._adapter_settings = AdapterSettings(self.model)
-        self._arithmetic.prepare(self, lambda: self._sentinel.check_all(step, "their checksums are computed"))
+        changed = partial(self._sentinel.check_all, step, "their checksums are computed")
+        self._arithmetic.prepare(self, changed)
+        self._host_layers.prepare(changed)
         self._recovery.prepare(stop=self.settings.on_oom == "stop", resumed=resumed is not None)
 
     # ---- batches --------------------------------------------------------------------------------------------
@@ -530,7 +537,9 @@ class VerifiedTransferMixin(_Base):
             norm = _norm_of(model, self.args.device)
         self._sentinel.queue_check()
         self._require_settings()
-        judges, can_repeat = (self._arithmetic, self._replays, self._updates), self._recovery.has_start
+        self._host_layers.compute()  # no micro-batch is in the layer now, as others are in a pipeline before
+        judges = self._arithmetic, self._replays, self._updates, self._host_layers
+        can_repeat = self._recovery.has_start
         while self._guard.judge(model, norm, self._sentinel.wait_verified, *judges, can_repeat=can_repeat):
             again = self._repeat_step(model)
             with torch.no_grad():
@@ -680,6 +689,7 @@ class VerifiedTransferMixin(_Base):
                 **self._arithmetic.describe(),
                 **self._replays.describe(),
                 **self._updates.describe(),
+                **self._host_layers.describe(),
             },
         }
 
@@ -719,6 +729,7 @@ class VerifiedTransferMixin(_Base):
     def before_save(self) -> None:
         """Check every weight, on every rank, before anything is written; what it raises prevents the save."""
         self._updates.check_now()
+        self._host_layers.check_now()
         if self.mover.failure is not None:  # whoever asked for that copy went on without it
             raise self.mover.failure
         self._guard.require_finite(self.model)

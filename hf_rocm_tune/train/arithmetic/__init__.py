@@ -9,6 +9,9 @@ Read in this order:
     attention   rows of attention, computed again
     verdict     products above their bound: on the host in float64, with another library, and the step's verdict
     checks      all of it in a training, as the trainer calls it
+    rounding    how far rounding can move what a whole layer computes
+    layer_copy  a layer on the host in float32
+    layers      layers computed again on the host at a run's start
 
 Residuals stay on the device until the step's loss and gradient norm are read, before the optimizer: no further wait.
 Not found: errors below the bound, such as one low mantissa bit, and a product in a step in which its layer is not

@@ -63,7 +63,7 @@ class HostWeights:
             by_row[expert, rows] = squares.sum(1)
         offset, of_bias = torch.zeros(1, VECTORS), torch.zeros(1)
         if not layer.experts and layer.module.bias is not None:  # experts' biases are added after their products
-            values = self._verified_copy(layer.module.bias).float()
+            values = self.verified_copy(layer.module.bias).float()
             first = _first_row(layer, layer.module.bias)
             offset += values @ self.vectors[out][first : first + len(values)]
             of_bias += values.square().sum()
@@ -136,17 +136,18 @@ class HostWeights:
         """
         if layer.experts:
             wanted = range(layer.experts) if only is None else sorted(only)
-            weights = experts.host_weights(layer.weight, wanted, layer.transposed, layer.dtype, self._verified_copy)
+            weights = experts.host_weights(layer.weight, wanted, layer.transposed, layer.dtype, self.verified_copy)
             for expert, weight in zip(wanted, weights, strict=True):
                 yield expert, slice(0, len(weight)), weight
         elif gathered:
             yield 0, slice(0, layer.columns[1]), host_copy(gathered[0]).float()
         else:
             first = _first_row(layer, layer.weight)
-            for rows, weight in host_weight(layer.module, layer.dtype, self._verified_copy):
+            for rows, weight in host_weight(layer.module, layer.dtype, self.verified_copy):
                 yield 0, slice(rows.start + first, rows.stop + first), weight
 
-    def _verified_copy(self, tensor: Tensor) -> Tensor:
+    def verified_copy(self, tensor: Tensor) -> Tensor:
+        """A tensor's bytes on the host, as verified when it was loaded, where that is known."""
         tensor = local(tensor)
         if self.streamer is not None:
             waiting = self.streamer.waiting(tensor)

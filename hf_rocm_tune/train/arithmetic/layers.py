@@ -1,0 +1,450 @@
+"""Layers of the model, computed again on the host in float32 at a run's start: kernels that are always wrong.
+
+The call of a layer of each kind in the first micro-batch is cut to one row of at most `TOKENS` tokens. The device
+computes it once more, forward and backward from a random gradient, without dropout, and so does the host: from the same
+inputs, the weights that were verified (4-bit ones dequantised by us) and the same adapters, of which matrices that are
+zero, as LoRA's B is at first, get random values in both. A thread of low priority computes the host's, in float32 and
+rounded at random (`rounding`); the trainer reads the result when it is there, and waits for it before a save. What
+differs by more than rounding explains is computed once more on the device: a second time wrong ends the run.
+
+Not found: what is within the bound, and kernels that only other lengths use. Not computed: what `HostLayers.prepare`
+lists, layers without a version for the host (their refusal says why), and gradients of large trained matrices.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from hf_rocm_tune.errors import FOREIGN_ERRORS, CorruptionError, device_shortage
+from hf_rocm_tune.models.split import find_layers
+from hf_rocm_tune.train.arithmetic.bounds import roundoff
+from hf_rocm_tune.train.arithmetic.checks import ArithmeticChecks
+from hf_rocm_tune.train.arithmetic.checksums import HostWeights
+from hf_rocm_tune.train.arithmetic.layer_copy import EightBit, LayerCopy
+from hf_rocm_tune.train.arithmetic.rounding import WIDE, Chosen, Difference, OnHost, Rounding, compare, worst_choice
+from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
+from hf_rocm_tune.transfer import host_copy, map_tensors, tree_tensors
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 256
+KINDS = 2
+"""Layers of different structure that are computed: the first of each, of a hybrid or a mixture."""
+GRADIENTS = 64 << 20
+"""Bytes of trained weights' gradients that are compared, the smallest tensors first."""
+_ROUNDED = 2  # runs that are rounded at random
+_MEMORY = 1.25  # of a layer's bytes in float32: its activations beside it
+_NICE = 10
+_OUTPUT = "its output"
+
+
+@dataclass(kw_only=True)
+class LayerCall:
+    """One call of a layer, cut to a prefix of one row; tensors on the device, without gradient history."""
+
+    name: str
+    layer: nn.Module
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    hidden: int | str  # which of them are the hidden states [1, tokens, width]
+
+
+@dataclass(kw_only=True)
+class Passed:
+    """What one pass through a layer gave: the output and the gradients by name, and what was chosen or scored."""
+
+    tensors: dict[str, Tensor]
+    chosen: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Task:
+    """A layer's call, what the device made of it, and the host's part, which is computed by a thread."""
+
+    call: LayerCall
+    copy: LayerCopy
+    gradient: Tensor  # of the output, float32 on the host
+    unit: float
+    dtype: torch.dtype
+    given: dict[str, Tensor] = field(default_factory=dict)  # random values in place of zero, on the host
+    found: Passed = field(default_factory=lambda: Passed(tensors={}))
+    # In float32, then rounded at random; of each: tensors by name, and the scores that experts were chosen by
+    on_host: list[Passed] = field(default_factory=list)
+    trained: dict[str, Tensor] = field(default_factory=dict)  # of the first pass, on the host
+    future: Future[None] | None = None
+    seconds: float = 0.0
+
+
+class HostLayers:
+    """See the module's description. The trainer owns one, and calls it in the order of the methods.
+
+    Attributes:
+        refusal: why no layer's call is kept; None if it is.
+        failure: the sentence on the layer that ended the run.
+    """
+
+    def __init__(self, trainer: Any, products: ArithmeticChecks, *, on: bool) -> None:
+        self._trainer, self._products, self._on = trainer, products, on
+        self._weights = HostWeights(trainer.mover)
+        self._handles: list[Any] = []
+        self._kept: set[int] = set()  # numbers of handles whose layers were called
+        self._calls: list[LayerCall] = []
+        self._tasks: list[Task] = []
+        self._rows: list[dict[str, Any]] = []  # of the report
+        self._worker: ThreadPoolExecutor | None = None
+        self.failure = ""
+        self.refusal: str | None = "training has not begun"
+
+    def prepare(self, changed: Any) -> None:
+        """A training begins: have the first call of a layer of each kind kept. ``changed``: as of `HostWeights`."""
+        trainer = self._trainer
+        self._weights.changed, self._weights.streamer = changed, trainer.streamer
+        reasons = {
+            "--check_arithmetic off": not self._on,
+            "it has been computed in an earlier training": bool(self._rows),
+            "--torch_compile": trainer.args.torch_compile,
+            "the weights are sharded over ranks": trainer.is_sharded or trainer.get_tp_size() > 1,
+        }
+        self.refusal = next((reason for reason, holds in reasons.items() if holds), None)
+        if self.refusal is not None:
+            return
+        layers = list(_layers_of(trainer.model, () if trainer.streamer is None else trainer.streamer.layers))
+        self.refusal = "no layer was called" if layers else "the model has no list of its layers"
+        for name, layer in layers:
+            keep = partial(self._keep, name, len(self._handles))
+            self._handles.append(layer.register_forward_pre_hook(keep, with_kwargs=True))
+
+    def _keep(self, name: str, number: int, layer: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        if not layer.training or number in self._kept:
+            return
+        self._kept.add(number)  # at once: in a pipeline several threads call the layer
+        self._handles[number].remove()
+        with torch.no_grad():
+            call = _cut(name, layer, arguments, keywords)
+        if call is None:
+            self.refusal = f"{name} is not called with hidden states of rows and tokens"
+        else:
+            self._calls.append(call)
+
+    # ---- on the device ------------------------------------------------------------------------------------------
+
+    def compute(self) -> None:
+        """Before the first update: compute the layers once more on the device, and have the host begin."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            try:
+                self._tasks.append(self._begin(call))
+            except FOREIGN_ERRORS as error:  # upstream's layers, of any architecture
+                self._refuse(call.name, error)
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        why = "there is no memory for it" if device_shortage(error) else f"{type(error).__name__}: {error}"
+        text = f"{name} cannot be computed on the host: {why.splitlines()[0][:200]}"
+        self._rows.append({"layer": name, "refusal": text})
+        logger.info("%s", text)
+
+    def _begin(self, call: LayerCall) -> Task:
+        copied = LayerCopy(call.layer, self._weights.verified_copy, self._autocast())
+        if _MEMORY * copied.nbytes > psutil.virtual_memory().available:
+            raise ValueError(f"it takes {copied.nbytes / 2**30:.1f} GiB of host memory, which is not free")
+        dtype = self._dtype_of(call)
+        random = torch.Generator().manual_seed(0x5EED)
+        hidden = _hidden(call)
+        # Exact in all dtypes
+        gradient = torch.randint(-128, 129, hidden.shape, generator=random, device="cpu").float() / 2048
+        host_call = map_tensors((call.arguments, call.keywords), host_copy)
+        gradient[:, _unseen(host_call, hidden.shape[1])] = 0
+        task = Task(call=call, copy=copied, gradient=gradient, unit=roundoff(dtype), dtype=dtype)
+        task.given = dict(copied.fill_zeros(random))
+        task.found = self._on_device(task, task.given)
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="layer on the host")
+        task.future = self._worker.submit(_on_host, task, host_call)
+        return task
+
+    def _on_device(self, task: Task, given: Mapping[str, Tensor]) -> Passed:
+        """One pass; ``given``: values of trained weights by name, in place of the layer's own."""
+        call, device, move = task.call, _hidden(task.call).device, self._trainer.mover.move_to
+        chosen = Chosen()
+        with ExitStack() as stack:
+            stack.enter_context(_evaluated(call.layer))
+            stack.enter_context(self._products.paused())
+            for name, values in given.items():
+                stack.enter_context(_replaced(call.layer, name, move(device, values, name="a layer's check")))
+            stack.enter_context(self._trainer.accelerator.autocast())
+            stack.enter_context(chosen)
+            gradient = move(device, task.gradient, name="a layer's check")
+            tensors = _through(call.layer, call, gradient)
+        return Passed(
+            tensors={name: host_copy(each) for name, each in tensors.items()},
+            chosen=[host_copy(each) for each in chosen.indices],
+        )
+
+    def _autocast(self) -> torch.dtype | None:
+        given = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        return given.get(self._trainer.accelerator.mixed_precision)
+
+    def _dtype_of(self, call: LayerCall) -> torch.dtype:
+        """The coarsest dtype in which the layer computes."""
+        found = {_hidden(call).dtype, self._autocast() or torch.float32}
+        module: Any
+        for module in call.layer.modules():
+            quantised = hasattr(getattr(module, "weight", None), "quant_state")
+            if quantised and getattr(module, "compute_dtype", None) is not None:
+                found.add(module.compute_dtype)
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+
+    # ---- the result ---------------------------------------------------------------------------------------------
+
+    def judge(self, *, wait: bool = False) -> StepVerdict:
+        """What the layers that the host has computed until now say of the run, on this rank; ``wait``: for all."""
+        tasks, self._tasks = self._tasks, []
+        verdict = StepVerdict.GO_ON
+        for task in tasks:
+            assert task.future is not None
+            if not (wait or task.future.done()):
+                self._tasks.append(task)
+                continue
+            try:
+                task.future.result()
+                verdict = max(verdict, self._judge(task))
+            except FOREIGN_ERRORS as error:  # as upstream's layers whose kernels have no version for the host
+                self._refuse(task.call.name, error)
+        if not self._tasks and self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+        return verdict
+
+    def _judge(self, task: Task) -> StepVerdict:
+        report = self._trainer.transfer_report
+        report.count("arithmetic", layers=1)
+        differences = _differences(task)
+        wrong, wide = _wrong(differences), [each.name for each in differences if each.width > WIDE]
+        self._rows.append(
+            {
+                "layer": task.call.name,
+                "tokens": task.gradient.shape[1],
+                "largest": max((each.ratio for each in differences if each.width <= WIDE), default=None),
+                "widest": max((each.width for each in differences if each.width <= WIDE), default=None),
+                "tensors": len(differences),
+                "says_nothing_of": wide,
+                "seconds": round(task.seconds, 2),
+            }
+        )
+        if not wrong:
+            return StepVerdict.GO_ON
+        try:
+            task.found = self._on_device(task, task.trained)
+            again = _wrong(_differences(task))
+        except torch.OutOfMemoryError:
+            again = wrong
+        if not again:
+            self._tell(task, wrong, "transient", "recovered", "right when it was computed again")
+            return StepVerdict.GO_ON
+        self._tell(task, again, "repeatable", "stopped", "wrong each time: run hf-rocm-tune doctor --full")
+        return StepVerdict.END
+
+    def check_now(self) -> None:
+        """Wait for the layers that are being computed: before a save, and at the end."""
+        if self.judge(wait=True) == StepVerdict.END:
+            raise CorruptionError(self.failure)
+
+    def _tell(self, task: Task, wrong: Sequence[Difference], kind: str, outcome: str, text: str) -> None:
+        what = ", ".join(f"{each.name} ({each.ratio:.3g} times)" for each in wrong[:3])
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        self.failure = (
+            f"{task.call.name}, computed again on the host, differs by more than rounding explains in {what}{more}: "
+            f"{text}"
+        )
+        row = {"stage": "arithmetic", "tensor": task.call.name, "kind": kind, "text": self.failure, "outcome": outcome}
+        self._trainer.transfer_report.incident({"step": self._trainer.state.global_step + 1, **row})
+        counts = {"disagreements": 1, "recovered": int(outcome == "recovered")}
+        self._trainer.transfer_report.count("arithmetic", **counts)
+        logger.warning("%s", self.failure)
+
+    def describe(self) -> dict[str, Any]:
+        refused = [row["refusal"] for row in self._rows if "refusal" in row]
+        refusal = self.refusal
+        if self._rows:
+            refusal = refused[0] if len(refused) == len(self._rows) else None
+        return {"host_layers": list(self._rows), "host_layers_refusal": refusal}
+
+
+# ---- the layers and their calls ---------------------------------------------------------------------------------
+
+
+def _layers_of(model: Any, streamed: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The first layer of each structure, one that is not streamed where there is one, with its name."""
+    config = getattr(model, "config", None)
+    found = find_layers(model, config.get_text_config()) if isinstance(config, PretrainedConfig) else None
+    if found is None:
+        return
+    path, stack, _ = found
+    kinds: dict[tuple[Any, ...], int] = {}
+    for number in sorted(range(len(stack)), key=lambda each: each in streamed):
+        kinds.setdefault(tuple((name, type(each)) for name, each in stack[number].named_modules()), number)
+    for number in list(kinds.values())[:KINDS]:
+        yield f"{path}.{number}", stack[number]
+
+
+def _hidden(call: LayerCall) -> Tensor:
+    found: Tensor = (call.arguments if isinstance(call.hidden, int) else call.keywords)[call.hidden]  # type: ignore[index]
+    return found
+
+
+def _cut(name: str, layer: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> LayerCall | None:
+    """A call's first row, and of it the first `TOKENS` tokens; None where no argument has rows, tokens and a width."""
+    given: list[tuple[Any, Any]] = [*enumerate(arguments), *keywords.items()]
+    wide = [key for key, each in given if isinstance(each, Tensor) and each.dim() == 3 and each.is_floating_point()]
+    if not wide:
+        return None
+    value = dict(given)[wide[0]]
+    rows, length, _ = value.shape
+
+    def cut(tensor: Tensor) -> Tensor:
+        dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] == length]
+        if tensor is value:
+            dims = [1]
+        elif tensor.dim() > 2 and tensor.is_floating_point() and tensor.dim() - 2 not in dims:
+            dims = [dim for dim in dims if dim < tensor.dim() - 1]  # the last one is the width of a head
+        for dim in dims:
+            tensor = tensor.narrow(dim, 0, min(length, TOKENS))
+        by_row = next((dim for dim in range(min(2, tensor.dim() - 1)) if tensor.shape[dim] == rows), None)
+        if by_row is not None:
+            tensor = tensor.narrow(by_row, 0, 1)
+        elif tensor.dim() == 3 and tensor.shape[0] % rows == 0:  # of each row and head, as Bloom's biases
+            tensor = tensor.narrow(0, 0, tensor.shape[0] // rows)
+        return tensor.detach().clone()
+
+    own = {key: each for key, each in keywords.items() if _is_plain(each) or not re.search("past|cache", key)}
+    return LayerCall(
+        name=name,
+        layer=layer,
+        arguments=tuple(map_tensors(each, cut) for each in arguments),
+        keywords={key: map_tensors(each, cut) for key, each in own.items()},
+        hidden=wide[0],
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | Tensor)
+
+
+def _unseen(call: Any, length: int) -> Tensor:
+    """Which rows attend to nothing, by the masks [1, heads or 1, rows, keys] of a call on the host; bool [rows]."""
+    unseen = torch.zeros(length, dtype=torch.bool)
+    for mask in tree_tensors(call):
+        if mask.dim() == 4 and mask.shape[2:] == (length, length):
+            hidden = ~mask if mask.dtype == torch.bool else mask < -1e4
+            unseen |= hidden.all(-1).any(1).any(0)
+    return unseen
+
+
+@contextmanager
+def _evaluated(layer: nn.Module) -> Iterator[None]:
+    """Within the block the layer is without dropout and keeps its activations."""
+    modes = [(module, module.training) for module in layer.modules()]
+    layer.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _replaced(layer: nn.Module, name: str, values: Tensor) -> Iterator[None]:
+    path, _, key = name.rpartition(".")
+    owner = layer.get_submodule(path)
+    before = getattr(owner, key)
+    setattr(owner, key, nn.Parameter(values))
+    try:
+        yield
+    finally:
+        setattr(owner, key, before)
+
+
+def _through(layer: nn.Module, call: LayerCall, gradient: Tensor) -> dict[str, Tensor]:
+    """The layer's output, and the gradients of its input and of its trained weights, by name."""
+    with torch.enable_grad():
+        hidden = _hidden(call).detach().requires_grad_()
+        arguments, keywords = list(call.arguments), dict(call.keywords)
+        holder: Any = arguments if isinstance(call.hidden, int) else keywords
+        holder[call.hidden] = hidden
+        output = next(each for each in tree_tensors(layer(*arguments, **keywords)) if each.is_floating_point())
+        trained: list[tuple[str, Tensor]] = []
+        room = GRADIENTS
+        for name, parameter in sorted(layer.named_parameters(), key=lambda each: each[1].numel()):
+            if parameter.requires_grad and parameter.numel() * 4 <= room:
+                trained.append((name, parameter))
+                room -= parameter.numel() * 4
+        wanted = [hidden, *(parameter for _, parameter in trained)]
+        given = torch.autograd.grad(output, wanted, gradient.to(output.dtype), allow_unused=True)
+    names = ["the gradient of its input", *(f"the gradient of {name}" for name, _ in trained)]
+    gradients = {name: each for name, each in zip(names, given, strict=True) if each is not None}
+    return {_OUTPUT: output.detach(), **gradients}
+
+
+# ---- on the host ------------------------------------------------------------------------------------------------
+
+
+def _on_host(task: Task, host_call: Any) -> None:
+    """Compute the layer in float32, and rounded at random; in a thread of its own."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    begun = time.thread_time()
+    layer = task.copy.build()
+    task.trained = {name: each.detach() for name, each in layer.named_parameters() if each.requires_grad}
+    arguments, keywords = map_tensors(host_call, lambda each: each.float() if each.is_floating_point() else each)
+    call = LayerCall(name="", layer=layer, arguments=arguments, keywords=keywords, hidden=task.call.hidden)
+    for number in range(1 + _ROUNDED):
+        host = OnHost(task.found.chosen)
+        with ExitStack() as stack:
+            stack.enter_context(host)
+            if number:
+                least = torch.finfo(task.dtype).smallest_normal * torch.finfo(task.dtype).eps / 2
+                least = least if task.dtype == torch.float16 else 0.0
+                rounding = Rounding(task.unit, least, number, [*layer.parameters(), *layer.buffers()])
+                for module in layer.modules():
+                    if isinstance(module, EightBit):
+                        module.rounding = rounding
+                stack.enter_context(rounding)
+            tensors = _through(layer, call, task.gradient)
+        task.on_host.append(Passed(tensors=tensors, chosen=host.scores))
+    task.seconds = time.thread_time() - begun
+
+
+def _differences(task: Task) -> list[Difference]:
+    first, *rounded = task.on_host
+    if first.tensors.keys() != task.found.tensors.keys():
+        raise ValueError("other weights have gradients on the host than on the device")
+    largest = torch.finfo(task.dtype).max
+    found = [
+        compare(name, task.found.tensors[name], wanted, [each.tensors[name] for each in rounded], largest)
+        for name, wanted in first.tensors.items()
+    ]
+    for number, chosen in enumerate(task.found.chosen):
+        if chosen.dim() and first.chosen[number].shape[:-1] == chosen.shape[:-1]:
+            found.append(worst_choice(chosen, first.chosen[number], [each.chosen[number] for each in rounded]))
+    return found
+
+
+def _wrong(differences: Sequence[Difference]) -> list[Difference]:
+    """The output first, then the gradients, the worst first."""
+    found = [each for each in differences if each.width <= WIDE and not each.ratio <= 1.0]
+    return sorted(found, key=lambda each: (each.name != _OUTPUT, -each.ratio))

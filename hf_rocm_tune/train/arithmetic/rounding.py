@@ -1,0 +1,210 @@
+"""How far rounding can move what a layer computes: every operation is rounded at random, as its dtype rounds.
+
+`Rounding` multiplies each result of an operation, in forward and backward, by ``1 + u x`` with ``x`` uniform in [-1, 1]
+and the unit roundoff ``u`` of the run's dtype. To a product over K columns it adds ``2^-24 sqrt(K) ||a_i|| ||b_j|| x``,
+the rounding of its float32 sums (`bounds`, Higham and Mary 2019). How far a few such runs lie from one in float32 is
+what all roundings together do to first order, carried through the layer's own derivatives (Monte Carlo arithmetic,
+Parker 1997); for softmax, norms and gates no formula gives it. `compare` takes a multiple of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_rocm_tune.train.arithmetic.bounds import FLOAT32
+from hf_rocm_tune.transfer import tree_tensors
+
+NORM, ROW, SCALE = 2.0, 4.0, 6.0
+"""Multiples of what random rounding does: of a tensor's norm, of a row's, and of the scale of all of it."""
+WIDE = 0.5
+"""A bound above this share of a tensor's norm says nothing."""
+_SCALE_LEAST = 1 / 8  # of a norm's rounding: a scale's is estimated from few numbers
+_MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "clone", "copy_", "_to_copy", "cat", "stack", "index_select", "index", "gather", "embedding", "where", "relu",
+        "masked_fill", "masked_fill_", "zeros_like", "ones_like", "zero_", "fill_", "new_zeros", "zeros", "arange",
+        "ones", "full", "full_like", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "neg",
+        "abs", "amax", "max", "min", "sort", "topk", "repeat", "constant_pad_nd", "tril", "triu", "roll", "flip",
+        "slice_backward", "select_backward", "new_full", "scalar_tensor", "maximum", "minimum", "clamp", "unbind",
+    )
+)  # fmt: skip
+_ATTENTION = "scaled_dot_product_attention"
+_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
+
+
+class Rounding(TorchDispatchMode):
+    """Within the block results of operations on the host are rounded at random; ``unit``: unit roundoff.
+
+    ``least``: what the dtype rounds to zero; ``weights``: which are not written to.
+    """
+
+    def __init__(self, unit: float, least: float, seed: int, weights: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.unit, self._least = unit, least
+        self._kept = frozenset(each.untyped_storage().data_ptr() for each in weights)
+        self._random = torch.Generator().manual_seed(seed)
+
+    def uniform(self, like: Tensor, size: float) -> Tensor:
+        """Numbers between -size and size in the shape of a tensor."""
+        return torch.empty_like(like, requires_grad=False).uniform_(-size, size, generator=self._random)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if name in _MOVES:
+            return result
+        written = args[0] if name.endswith("_") and args else None
+        known = {each.untyped_storage().data_ptr() for each in tree_tensors((args, kwargs)) if each is not written}
+        for made in tree_tensors(result):
+            memory = made.untyped_storage().data_ptr()
+            if not made.is_floating_point() or not made.numel() or memory in known or memory in self._kept:
+                continue  # a view
+            made.mul_(self.uniform(made, self.unit).add_(1.0))
+            if name in _PRODUCTS:
+                self._round_sums(made, args[-2], args[-1])
+            if self._least:
+                made.add_(self.uniform(made, self._least))
+        return result
+
+    def _round_sums(self, made: Tensor, a: Tensor, b: Tensor) -> None:
+        size = FLOAT32 * math.sqrt(a.shape[-1])
+        lengths = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
+        made.add_(self.uniform(made, size).mul_(lengths).mul_(torch.linalg.vector_norm(b, dim=-2, keepdim=True)))
+
+
+class OnHost(TorchFunctionMode):
+    """Within the block attention is computed by plain products, and experts are chosen as they were on the device.
+
+    ``chosen``: what each `topk` chose there, in order, int64 on the host.
+
+    Attributes:
+        scores: among what each `topk` chose here.
+    """
+
+    def __init__(self, chosen: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._chosen = list(chosen)
+        self.scores: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == _ATTENTION:
+            return plain_attention(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **kwargs)
+        own = func(*args, **kwargs)
+        chosen = self._chosen[len(self.scores)]
+        self.scores.append(args[0].detach())
+        if chosen.shape != own.indices.shape:
+            raise ValueError("other rows are chosen among on the host than on the device")
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        return torch.return_types.topk((args[0].gather(dim, chosen), chosen))
+
+
+class Chosen(TorchFunctionMode):
+    """Within the block what each `topk` chooses is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            self.indices.append(result.indices.detach())
+        return result
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` without dropout by products and a softmax; shapes as there."""
+    del dropout_p
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    factor = scale or query.shape[-1] ** -0.5
+    scores = query @ key.transpose(-1, -2) * factor
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+class Difference(NamedTuple):
+    """How far a tensor of the device lies from the host's; ratios over what rounding explains."""
+
+    name: str
+    norm: float = 0.0  # of all of it
+    row: float = 0.0  # of its worst row
+    scale: float = 0.0  # how much larger or smaller all of it is
+    width: float = 0.0  # the bound of its norm, over the norm
+
+    @property
+    def ratio(self) -> float:
+        return max(self.norm, self.row, self.scale)
+
+
+def compare(name: str, found: Tensor, wanted: Tensor, rounded: Sequence[Tensor], largest: float) -> Difference:
+    """``found``: of the device; ``wanted``: in float32 on the host; ``rounded``: the same, rounded at random.
+
+    ``largest``: number of the device's dtype; near it a tensor is not judged.
+    """
+    columns = wanted.shape[-1] if wanted.dim() > 1 else max(wanted.numel(), 1)
+    wanted = wanted.reshape(-1, columns)
+    if not wanted.numel() or not bool((wanted.abs() < largest / 8).all()):
+        return Difference(name, width=math.inf)
+    error = found.reshape(-1, columns).float() - wanted
+    noises = [each.reshape(-1, columns) - wanted for each in rounded]
+    tiny = torch.finfo(torch.float32).tiny
+    size = torch.linalg.vector_norm(wanted, dim=1)
+    rows = torch.stack([torch.linalg.vector_norm(each, dim=1) for each in noises]).square().mean(0).sqrt()
+    whole, noise = float(size.norm()), float(rows.norm())
+    relative = noise / max(whole, tiny)
+    if not bool(error.isfinite().all()):
+        return Difference(name, norm=math.inf, width=NORM * relative)
+    by_row = torch.linalg.vector_norm(error, dim=1) / (ROW * (rows + relative * size)).clamp_min(tiny)
+    scale = max(_along(each, wanted) for each in noises)
+    allowed = SCALE * max(scale, _SCALE_LEAST * relative)
+    return Difference(
+        name,
+        norm=float(error.norm()) / max(NORM * noise, tiny),
+        row=float(by_row.amax()),
+        scale=_along(error, wanted) / max(allowed, tiny),
+        width=NORM * relative,
+    )
+
+
+def _along(error: Tensor, wanted: Tensor) -> float:
+    """The part of an error that makes all of a tensor larger or smaller."""
+    return abs(float((error * wanted).sum() / wanted.square().sum().clamp_min(torch.finfo(torch.float32).tiny)))
+
+
+def worst_choice(chosen: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> Difference:
+    """How much worse the experts that the device chose are than the host's best ones; scores over the last dim."""
+    noise = max(float((each - wanted).abs().max()) for each in rounded)
+    best = wanted.topk(chosen.shape[-1], dim=-1).values
+    taken = wanted.gather(-1, chosen).sort(dim=-1, descending=True).values
+    finite = best.isfinite() & taken.isfinite()
+    lost = float(torch.where(finite, best - taken, 0.0).max())
+    twice = bool((chosen.sort(dim=-1).values.diff(dim=-1) == 0).any())
+    ratio = math.inf if twice else lost / max(NORM * noise, torch.finfo(torch.float32).tiny)
+    return Difference("the choice of experts", norm=ratio)
