@@ -166,7 +166,7 @@ def test_groups_of_trained_tensors_are_made_once(monkeypatch: pytest.MonkeyPatch
     optimizer = torch.optim.AdamW(parameters)
     watched, counts = TrainedSentinel(optimizer), []
     for _ in range(4):
-        watched.look()
+        watched.queue_check()
         for each in parameters:
             each.grad = torch.ones_like(each)
         optimizer.step()
