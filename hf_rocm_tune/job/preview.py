@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import html
 import json
+import math
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
@@ -149,31 +150,63 @@ def _pieces(tokenizer: Any, ids: list[int], counts: list[bool]) -> list[dict[str
 
 def shown(trainer: VerifiedTransferMixin, form: str, *, colour: bool) -> str:
     """The preview as ``text``, ``html`` or ``json``. Tokens that count are green, else between double brackets."""
-    summaries = trainer.data_summaries.values()
-    rows = [row for split in ("train", "eval") for row in rows_of(trainer, split)]
+    rows = [*rows_of(trainer, "train"), *rows_of(trainer, "eval")]
     if form == "json":
-        content = {"summaries": [one.to_dict() for one in summaries], "rows": rows}
-        if trainer.pictures is not None:
-            content["pictures"] = [one.to_dict() for one in trainer.pictures.summaries.values()]
-        return visible(json.dumps(content, indent=2, ensure_ascii=False), json_text=True)
-    lines: list[str] = [] if trainer.pictures is None else list(trainer.pictures.lines())
-    for summary in summaries:
-        lines += [summary.line(), *summary.warnings()]
-        most = max(count for _, count in summary.histogram)
-        lines += [
-            f"  up to {longest:>7,} tokens {count:>7,} rows {'#' * -(-_BAR * count // most)}".rstrip()
-            for longest, count in summary.histogram
-        ]
+        return _as_json(trainer, rows)
     escaped = html.escape if form == "html" else str
-    on, off = ("<b>", "</b>") if form == "html" else ("\x1b[1;32m", "\x1b[0m") if colour else ("[[", "]]")
-    lines = [escaped(line) for line in lines]
+    if form == "html":
+        marks = "<b>", "</b>"
+    elif colour:
+        marks = "\x1b[1;32m", "\x1b[0m"
+    else:
+        marks = "[[", "]]"
+    lines = [escaped(line) for line in _summary_lines(trainer)]
     for row in rows:
         for name, pieces in row["parts"].items():
-            total, counted = (sum(each["tokens"] for each in pieces if each["counts"] or every) for every in (1, 0))
-            what = f"a {row['split']} row" + ("" if name == "row" else f", {name} answer")
-            texts = [(escaped(visible(each["text"])), each["counts"]) for each in pieces]
-            text = "".join(f"{on}{one}{off}" if counts else one for one, counts in texts)
-            sizes = ", ".join(f"{width} x {height} pixels" for width, height in row.get("pictures", ()))
-            what += f" with {sizes}" if sizes else ""
-            lines += ["", f"{what}: {total} tokens, {counted} of them count in the loss", text]
-    return _PAGE.replace("ROWS", "\n".join(lines)) if form == "html" else "\n".join(lines)
+            lines += ["", _title(row, name, pieces), _marked(pieces, marks, escaped)]
+    text = "\n".join(lines)
+    return _PAGE.replace("ROWS", text) if form == "html" else text
+
+
+def _as_json(trainer: VerifiedTransferMixin, rows: list[dict[str, Any]]) -> str:
+    content = {"summaries": [summary.to_dict() for summary in trainer.data_summaries.values()], "rows": rows}
+    if trainer.pictures is not None:
+        content["pictures"] = [summary.to_dict() for summary in trainer.pictures.summaries.values()]
+    return visible(json.dumps(content, indent=2, ensure_ascii=False), json_text=True)
+
+
+def _summary_lines(trainer: VerifiedTransferMixin) -> list[str]:
+    """What is said of the pictures and of each split, with a histogram of the rows' lengths."""
+    lines: list[str] = []
+    if trainer.pictures is not None:
+        lines += trainer.pictures.lines()
+    for summary in trainer.data_summaries.values():
+        lines += [summary.line(), *summary.warnings()]
+        most_rows = max(count for _, count in summary.histogram)
+        for longest, count in summary.histogram:
+            bar = "#" * math.ceil(_BAR * count / most_rows)
+            lines.append(f"  up to {longest:>7,} tokens {count:>7,} rows {bar}".rstrip())
+    return lines
+
+
+def _title(row: dict[str, Any], name: str, pieces: list[dict[str, Any]]) -> str:
+    """The line above a row, or above one ``name`` of a pair's answers."""
+    total = sum(piece["tokens"] for piece in pieces)
+    counted = sum(piece["tokens"] for piece in pieces if piece["counts"])
+    what = f"a {row['split']} row"
+    if name != "row":
+        what += f", {name} answer"
+    if sizes := [f"{width} x {height} pixels" for width, height in row.get("pictures", ())]:
+        what += f" with {', '.join(sizes)}"
+    return f"{what}: {total} tokens, {counted} of them count in the loss"
+
+
+def _marked(pieces: list[dict[str, Any]], marks: tuple[str, str], escaped: Callable[[str], str]) -> str:
+    """The text of a row, with what counts in the loss between ``marks``."""
+    text = ""
+    for piece in pieces:
+        shown_text = escaped(visible(piece["text"]))
+        if piece["counts"]:
+            shown_text = f"{marks[0]}{shown_text}{marks[1]}"
+        text += shown_text
+    return text

@@ -80,28 +80,39 @@ def choose(
     if not nodes:
         return CardChoice(reason="the kernel lists no AMD GPU: nothing to choose")
     if users:
-        left = visible_nodes(nodes, users)
-        few = processes > 1 and left is not None and len(left) < processes
-        reason = f"{', '.join(f'{name}={value}' for name, value in users.items())} is set by the user and kept"
-        reason += f", but leaves {len(left or ())} card(s) for {processes} processes" if few else ""
-        return CardChoice(reason=reason, troubled=few)
+        return _choice_of_the_user(nodes, users, processes)
     if not complete:
         reason = f"some GPUs could not be read, so their indices are uncertain: set {OURS} yourself"
         return CardChoice(reason=reason, troubled=True)
     # Integrated GPUs are hidden if there is a discrete card.
     cards = [node for node in nodes if not is_integrated(node)] or list(nodes)
     cards.sort(key=lambda node: (-(node.vram_bytes or 0), node.index))
-    hidden = [node for node in nodes if node not in cards]
-    aside = f"; hidden as integrated: {', '.join(map(describe, hidden))}" if hidden else ""
+    aside = ""
+    if hidden := [describe(node) for node in nodes if node not in cards]:
+        aside = f"; hidden as integrated: {', '.join(hidden)}"
     if processes > len(cards):
         reason = f"{processes} processes on this machine, but {len(cards)} card(s) to train on{aside}"
         return CardChoice(reason=f"{reason}: start at most {len(cards)} process(es)", troubled=True)
-    several = split or processes > 1
-    seen = cards if several else cards[:1]
-    shown = {OURS: ",".join(str(node.index) for node in seen)} if len(seen) < len(nodes) else {}
-    why = f"each of {processes} processes takes one of them" if processes > 1 else "a split is requested"
-    told = f"{len(cards)} cards visible, {why}" if several else describe(cards[0])
-    return CardChoice(variables=shown, reason=f"{told}{aside}")
+    if processes > 1:
+        seen, reason = cards, f"{len(cards)} cards visible, each of {processes} processes takes one of them"
+    elif split:
+        seen, reason = cards, f"{len(cards)} cards visible, a split is requested"
+    else:
+        seen, reason = cards[:1], describe(cards[0])
+    variables = {}
+    if len(seen) < len(nodes):
+        variables[OURS] = ",".join(str(node.index) for node in seen)
+    return CardChoice(variables=variables, reason=f"{reason}{aside}")
+
+
+def _choice_of_the_user(nodes: Sequence[GpuNode], users: Mapping[str, str], processes: int) -> CardChoice:
+    """The user's own variables stay; what is said of them."""
+    reason = f"{', '.join(f'{name}={value}' for name, value in users.items())} is set by the user and kept"
+    left = visible_nodes(nodes, users)
+    too_few = processes > 1 and left is not None and len(left) < processes
+    if too_few:
+        reason += f", but leaves {len(left or ())} card(s) for {processes} processes"
+    return CardChoice(reason=reason, troubled=too_few)
 
 
 def describe(node: GpuNode) -> str:

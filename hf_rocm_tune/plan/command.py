@@ -101,38 +101,32 @@ def _data(lengths: Sequence[int], summary: dict[str, Any], case: Case) -> dict[s
 
 def _values(plan: Plan, dataset: str, lengths: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]:
     """The plan as JSON values; memory in bytes. On several cards the fastest way that fits is the choice."""
-    request, found, flags = plan.request, plan.nearest, ""
+    request = plan.request
     if request.cards > 1:
-        several = ways(plan)
-        best = best_of(several) or min(several, key=lambda each: each.option.total)
-        evaluated = plan.with_evaluation(best.option).case.eval_batch
-        found, flags = replace(best.option, case=replace(best.option.case, eval_batch=evaluated)), best.flags
-        more: dict[str, Any] = {"way": best.name, "card_lines": list(best.lines)}
-        more["ways"] = [{**_choice(one.option), **{k: getattr(one, k) for k in _OF_WAYS}} for one in several]
-        more |= {"advice": sentence(plan, best)} if found.fits else {}
+        found, flags, more = _choice_of_ways(plan)
     else:
-        roomy = [each for each in plan.grid if each.variant != found.variant and each.fits and not each.tight]
-        fast = {each.variant: each for each in sorted(roomy, key=lambda each: each.tokens_per_second)}
-        same = [each for each in plan.grid if each.variant == found.variant]
-        fuller = [each for each in same if each.fits and not (each.tight or each.roomy or each.case.recompute)]
-        fuller = [each for each in fuller if each.tokens_per_second > found.tokens_per_second * (1 + NEAR)]
-        calm = max(same, key=lambda each: each.spare)
-        others = sorted(fuller, key=lambda each: each.tokens_per_second)[-1:]
-        others += [*fast.values(), *([calm] if calm.spare > found.spare + GIB / 2 else [])]
-        more = {"longest": {method: plan.longest(method) for method in plan.recordings}}
-        more |= {"others": [_choice(each) for each in others if found.fits]}
+        found, flags = plan.nearest, ""
+        more = {
+            "longest": {method: plan.longest(method) for method in plan.recordings},
+            "others": _alternatives(plan, found) if found.fits else [],
+        }
     data = _data(lengths, summary, found.case) if lengths else None
     variant = plan.variants[found.variant]
     parts = host(variant, found.case, workers=request.workers)
+    card = {name: value for name, value in vars(plan.card).items() if name != "rates"}
     return {
         "schema": 3,
         "model": request.model,
         "architecture": type(plan.sample.base).__name__,
         "parameters": variant.weights.parameters,
         "layers": plan.layers,
-        "card": {name: value for name, value in vars(plan.card).items() if name != "rates"} | {"free": plan.card.free},
+        "card": {**card, "free": plan.card.free},
         "request": {"trainer": request.trainer, "length": request.length, "effective_batch": request.effective_batch},
-        **{name: getattr(found, name) for name in ("fits", "tight", "roomy", "total", "spare")},
+        "fits": found.fits,
+        "tight": found.tight,
+        "roomy": found.roomy,
+        "total": found.total,
+        "spare": found.spare,
         "room": little_room(found.spare, plan.card) if found.fits else None,
         "choice": _choice(found),
         "flags": flags,
@@ -141,10 +135,52 @@ def _values(plan: Plan, dataset: str, lengths: Sequence[int], summary: dict[str,
         "speed": _speed(plan, found, data, len(lengths)),
         "streaming": _streaming(plan, found),
         "host": {"parts": parts, "total": sum(parts.values())},
-        "grid": [_choice(each) for each in plan.grid],
+        "grid": [_choice(option) for option in plan.grid],
         "notes": list(plan.notes),
         **more,
     }
+
+
+def _choice_of_ways(plan: Plan) -> tuple[Estimate, str, dict[str, Any]]:
+    """On several cards: the choice with its evaluation batch, its flags, and what is said of all ways."""
+    every = ways(plan)
+    best = best_of(every) or min(every, key=lambda way: way.option.total)
+    eval_batch = plan.with_evaluation(best.option).case.eval_batch
+    found = replace(best.option, case=replace(best.option.case, eval_batch=eval_batch))
+    more: dict[str, Any] = {"way": best.name, "card_lines": list(best.lines), "ways": []}
+    for way in every:
+        more["ways"].append({**_choice(way.option), **{name: getattr(way, name) for name in _OF_WAYS}})
+    if found.fits:
+        more["advice"] = sentence(plan, best)
+    return found, best.flags, more
+
+
+def _alternatives(plan: Plan, found: Estimate) -> list[dict[str, Any]]:
+    """What else is worth showing beside the choice: a faster one that fills the card more, the fastest of each other
+    method with room, and the one of the same method that leaves the most."""
+    same_method = [option for option in plan.grid if option.variant == found.variant]
+    clearly_faster = found.tokens_per_second * (1 + NEAR)
+    fuller = [
+        option
+        for option in same_method
+        if option.fits
+        and not (option.tight or option.roomy or option.case.recompute)
+        and option.tokens_per_second > clearly_faster
+    ]
+    others = sorted(fuller, key=_speed_of)[-1:]
+    fastest: dict[str, Estimate] = {}
+    for option in sorted(plan.grid, key=_speed_of):
+        if option.variant != found.variant and option.fits and not option.tight:
+            fastest[option.variant] = option
+    others += fastest.values()
+    calmest = max(same_method, key=lambda option: option.spare)
+    if calmest.spare > found.spare + GIB / 2:
+        others.append(calmest)
+    return [_choice(option) for option in others]
+
+
+def _speed_of(option: Estimate) -> float:
+    return option.tokens_per_second
 
 
 def _choice(option: Estimate) -> dict[str, Any]:

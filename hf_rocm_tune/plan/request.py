@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hf_rocm_tune.errors import UsageError, checked
 from hf_rocm_tune.machine.cards import CARDS, Card
-from hf_rocm_tune.machine.survey import Machine, survey
+from hf_rocm_tune.machine.survey import Gpu, Machine, survey
 from hf_rocm_tune.models.streamed import FLAG, parse
 from hf_rocm_tune.plan.estimate import GIB, OPTIMIZERS, RATES_OF, CardMemory, Rates
 
@@ -243,12 +243,22 @@ def card_memory(
     """
     if name is not None and vram_gib is not None:
         raise UsageError("--gpu and --vram exclude each other; keep one")
-    described = [gpu for gpu in (machine or survey()).gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
-    here = max(described, key=lambda gpu: gpu.sensors.vram_total_bytes or 0, default=None)
-    here_gib = (here.sensors.vram_total_bytes or 0) / GIB if here else 0.0
-    known = None if vram_gib is not None else _named(name) if name else here.card if here else _named("rx7900xt")
-    # a card here may not be in the table, or without its memory
-    size = vram_gib or (known.vram_gib if known else None) or (here_gib if name is None else None)
+    here = _largest_card(machine or survey())
+    here_gib = 0.0
+    if here is not None:
+        here_gib = (here.sensors.vram_total_bytes or 0) / GIB
+    known: Card | None = None  # a row of the card table
+    size: float | None = None
+    if vram_gib is not None:
+        size = vram_gib
+    elif name is not None:
+        known = _named(name)
+    elif here is not None:
+        known, size = here.card, here_gib
+    else:
+        known = _named("rx7900xt")
+    if known is not None and known.vram_gib:
+        size = known.vram_gib
     if not size:
         raise UsageError(f"the memory of {known.name if known else name} is not in the card table; give --vram in GiB")
     found = CardMemory(
@@ -262,10 +272,16 @@ def card_memory(
         found = replace(found, rates=rates)
     if desktop_gib is not None:
         return replace(found, desktop=int(desktop_gib * GIB), desktop_source="given")
-    if here and here.sensors.vram_used_bytes is not None and abs(here_gib - size) < 1:
+    if here is not None and here.sensors.vram_used_bytes is not None and abs(here_gib - size) < 1:
         source = f"read from the card at {here.address}"
         return replace(found, desktop=here.sensors.vram_used_bytes, desktop_source=source)
     return found
+
+
+def _largest_card(machine: Machine) -> Gpu | None:
+    """The discrete card of this machine with the most memory."""
+    cards = [gpu for gpu in machine.gpus if gpu.sensors.vram_total_bytes and not gpu.integrated]
+    return max(cards, key=lambda gpu: gpu.sensors.vram_total_bytes or 0, default=None)
 
 
 def _named(name: str) -> Card:
