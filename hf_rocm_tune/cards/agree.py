@@ -38,7 +38,7 @@ def on_main_process(decide: Callable[[], T]) -> T:
     return result
 
 
-def highest(values: Sequence[int]) -> list[int]:
+def max_over_ranks(values: Sequence[int]) -> list[int]:
     """The maximum of each number over all ranks. Collective, over gloo."""
     return [int(max(each)) for each in zip(*all_gather_floats(values), strict=True)]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from hf_rocm_tune.cards.agree import all_gather_floats, compare_replicas, exchange, highest
+from hf_rocm_tune.cards.agree import all_gather_floats, compare_replicas, exchange, max_over_ranks
 from hf_rocm_tune.cards.gradients import STAGE, Average, AverageCheck, digest_words, joined_words, marked
 from hf_rocm_tune.cards.strategy import Compare, ParallelStrategy
 from hf_rocm_tune.errors import CorruptionError, SeamError
@@ -263,7 +263,7 @@ class FullState:
             texts = [text for _, text in parts] if isinstance(tensor, DTensor) else [parts[0][1]]
             if digest(result[name]) != combine(Digest.from_hex(text) for text in texts):
                 bad.append(name)
-        if highest([len(bad)])[0] > 0:
+        if max_over_ranks([len(bad)])[0] > 0:
             raise CorruptionError(
                 f"parts of a tensor were gathered with errors{f' ({bad[0]} first)' if bad else ''}, so nothing was "
                 "saved; checkpoints already written are intact: start the same command again to continue from the "

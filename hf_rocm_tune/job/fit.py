@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from hf_rocm_tune.cards.agree import highest, on_main_process
+from hf_rocm_tune.cards.agree import max_over_ranks, on_main_process
 from hf_rocm_tune.cards.split import IN_FLIGHT
 from hf_rocm_tune.errors import OutOfMemoryError, UsageError
 from hf_rocm_tune.models import recompute, streamed
@@ -224,7 +224,7 @@ def _budget(device: torch.device, gib: float | None, libraries: int) -> int | No
     if device.type == "cuda":
         bounds.append(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
         to_come = max(0, CONTEXT_BYTES - libraries)  # kernels and workspaces that a step will still load
-    return -highest([to_come - min(bounds)])[0] if bounds else None
+    return -max_over_ranks([to_come - min(bounds)])[0] if bounds else None
 
 
 def _platform(device: torch.device) -> str:

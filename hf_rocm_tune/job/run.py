@@ -29,7 +29,7 @@ from trl import get_peft_config, get_quantization_config
 from typing_extensions import override
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.cards.agree import highest, on_main_process
+from hf_rocm_tune.cards.agree import max_over_ranks, on_main_process
 from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.rendering import lacking_tokens
 from hf_rocm_tune.data.sources import Splits, fault_of_stream
@@ -185,13 +185,15 @@ def _without_weights(arguments: Arguments, flag: str) -> Any:
         return trainer
 
 
-def _run(arguments: Arguments, guard: StallGuard) -> int:
-    world_size = arguments.training.world_size
-    asked = {**arguments.resolved(), "world_size": world_size, "method": arguments.method}
-    restarted = bool(highest([exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")])[0])
-    plan = _plan(arguments, asked, restarted=restarted)
-    arguments = _as_begun(arguments, plan)
+def _run(typed: Arguments, guard: StallGuard) -> int:
+    world_size = typed.training.world_size
+    settings = {**typed.resolved(), "world_size": world_size, "method": typed.method}
+    restarted = _is_restarted_by_launcher()
+    plan = _plan(typed, settings, restarted=restarted)
+
     with closing(plan):
+        # What a run of an earlier version was begun with is used, not recorded as what this command line says.
+        arguments = _as_begun(typed, plan)
         announce.say(*plan.notes)
         if restarted:
             why, where = _reason_of_restart(), _continues_from(plan)
@@ -207,7 +209,8 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
             if publisher is not None:  # an earlier push may have failed; files already there are not sent again
                 publisher.result(plan.directory)
             return 0
-        job = _prepare(arguments, asked, plan, publisher, guard)
+
+        job = _prepare(arguments, settings, plan, publisher, guard)
         announce.say(*announce.settings(arguments, job.data.description, job.mover))
         job.findings = announce.check_machine(doctor=arguments.tune.doctor == "quick", say=announce.say_of_this_rank)
         try:
@@ -218,8 +221,16 @@ def _run(arguments: Arguments, guard: StallGuard) -> int:
                 exits.complete()
         finally:
             job.plan.close()  # not always the first one, after a rollback
+
         release_memory()  # suspected, not proven: a process group held in a cycle can abort the interpreter at exit
         return 0
+
+
+def _is_restarted_by_launcher() -> bool:
+    """Whether torch's agent has started the processes again, on any rank. Collective."""
+    restart_count = exits.number(os.environ, "TORCHELASTIC_RESTART_COUNT")
+    (most_restarts,) = max_over_ranks([restart_count])
+    return most_restarts > 0
 
 
 def _reason_of_restart() -> str:

@@ -10,7 +10,8 @@ import re
 import shutil
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -180,48 +181,91 @@ def load_model(
 ) -> tuple[PreTrainedModel, float]:
     """Loads a model onto the mover's device or cards, every tensor verified; returns it and the seconds that it took.
 
-    ``on_host``: leave it on the host; ``streamed``: the layers that stay there and visit the device.
+    Args:
+        source: the model.
+        mover: moves and verifies its tensors, and keeps what is known of their files.
+        on_host: leave it on the host.
+        streamed: the layers that stay on the host and visit the device.
+
+    Raises:
+        UsageError: the model cannot be loaded; one line says why and what to do.
     """
+    started = time.perf_counter()
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(_show_plainly)  # adding it again changes nothing
+    config = read_config(source)
+    arguments = _load_arguments(source, mover, config, on_host=on_host, streamed=streamed)
+
+    with _errors_in_a_line(source, config):
+        model, loading_info = _read_weights(source, mover, config, arguments, on_host=on_host, streamed=streamed)
+    require_quantised(model, source.name)
+
+    if has_mxfp4(config):
+        _forget_blocks(model)
+    use_packed(model)
+    if on_host:
+        note_on_host(model, mover)
+    else:
+        _place_loaded(model, mover, streamed)
+        require_right_on_cpu(model, source.name)
+        note_computed(model, mover)
+        keep_trainable_on_cpu(model)
+    note_files(model, loading_info["unexpected_keys"], mover)
+    return model, time.perf_counter() - started
+
+
+def _read_weights(
+    source: ModelSource,
+    mover: Mover,
+    config: PreTrainedConfig,
+    arguments: dict[str, Any],
+    *,
+    on_host: bool,
+    streamed: Streamed | None,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model as ``from_pretrained`` makes it, every copy verified, and its loading info; no weight is missing."""
     from trl.trainer.reward_trainer import suppress_seqcls_warning
     from trl.trainer.utils import create_model_from_path
 
-    for handler in logging.getLogger("transformers").handlers:
-        handler.addFilter(_show_plainly)  # adding it again changes nothing
-    started = time.perf_counter()
-    config = read_config(source)
-    mxfp4 = has_mxfp4(config)
-    arguments = _load_arguments(source, mover, config, on_host=on_host, streamed=streamed)
-    resizes = bool(arguments.get("ignore_mismatched_sizes"))
-    arguments["ignore_mismatched_sizes"] = True  # refused below, with the names
     four_bit = source.quantization is not None and source.quantization.load_in_4bit
     reads_more_than_text = config.get_text_config() is not config
     report = LoadReport(mover)
+    contexts: list[AbstractContextManager[Any]] = [
+        packed_experts(
+            mover,
+            nf4=four_bit and has_experts(config),
+            mxfp4=has_mxfp4(config) and source.packed and not on_host,
+            cast=source.quantization is not None and reads_more_than_text,
+            report=report,
+        )
+    ]
+    if streamed is not None:
+        contexts.append(leaving_layers(mover, streamed))
+    if len(set(arguments["device_map"].values())) > 1:
+        contexts.append(without_dispatch())
     model_class = None  # TRL's choice
     if source.reward:
         model_class = AutoModelForSequenceClassification
+        contexts.append(suppress_seqcls_warning())
+    contexts += [mover.copies_as("weights"), report.reading()]
+
+    # Tensors of another size are refused by `_require_complete`, which names them, unless a new head is wanted.
+    resizes = bool(arguments.get("ignore_mismatched_sizes"))
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        model, loading_info = create_model_from_path(
+            source.name, model_class, output_loading_info=True, **{**arguments, "ignore_mismatched_sizes": True}
+        )
+        _require_complete(source, loading_info, resizes=resizes)
+    return model, loading_info
+
+
+@contextmanager
+def _errors_in_a_line(source: ModelSource, config: PreTrainedConfig) -> Iterator[None]:
+    """Within the block an error that is of the model's files or configuration is one line."""
     try:
-        with ExitStack() as around:
-            around.enter_context(
-                packed_experts(
-                    mover,
-                    nf4=four_bit and has_experts(config),
-                    mxfp4=mxfp4 and source.packed and not on_host,
-                    cast=source.quantization is not None and reads_more_than_text,
-                    report=report,
-                )
-            )
-            if streamed is not None:
-                around.enter_context(leaving_layers(mover, streamed))
-            if len(set(arguments["device_map"].values())) > 1:
-                around.enter_context(without_dispatch())
-            if source.reward:
-                around.enter_context(suppress_seqcls_warning())
-            around.enter_context(mover.copies_as("weights"))
-            around.enter_context(report.reading())
-            loaded: tuple[PreTrainedModel, dict[str, Any]] = create_model_from_path(
-                source.name, model_class, output_loading_info=True, **arguments
-            )
-            _require_complete(source, loaded[1], resizes=resizes)
+        yield
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: attn_implementation
         raise UsageError(f"model {source.name}: {first_line(error)}") from error
     except (*FOREIGN_ERRORS, pickle.UnpicklingError) as error:
@@ -236,25 +280,15 @@ def load_model(
         raise UsageError(
             f"model {source.name}: its configuration describes no model that can be loaded: {why}"
         ) from error
-    model, info = loaded
-    require_quantised(model, source.name)
-    if mxfp4:
-        _forget_blocks(model)
-    use_packed(model)
-    if on_host:
-        note_on_host(model, mover)
-        note_files(model, info["unexpected_keys"], mover)
-        return model, time.perf_counter() - started
+
+
+def _place_loaded(model: PreTrainedModel, mover: Mover, streamed: Streamed | None) -> None:
+    """Have every tensor on its device; layers that are streamed stay where they are."""
     tell_of_devices(model, mover)
     if streamed is not None:
-        note_on_host(model, mover)
+        note_on_host(model, mover)  # before the streamer replaces the layers' tensors
         Streamer(model, streamed, mover)
     place(model, mover, loaded=True)
-    require_right_on_cpu(model, source.name)
-    note_computed(model, mover)
-    keep_trainable_on_cpu(model)
-    note_files(model, info["unexpected_keys"], mover)
-    return model, time.perf_counter() - started
 
 
 def _load_arguments(

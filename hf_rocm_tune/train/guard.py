@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import TrainerCallback
 
-from hf_rocm_tune.cards.agree import all_gather_floats, highest
+from hf_rocm_tune.cards.agree import all_gather_floats, max_over_ranks
 from hf_rocm_tune.errors import CorruptionError, DivergedError, listed
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.models.trainer_parts import OwningTrainer
@@ -200,7 +200,7 @@ class TrainingGuard:
         for name, weight in _trainable(model):
             if not weight.detach().isfinite().all():
                 bad.append(name)
-        if not highest([int(bool(bad))])[0]:
+        if not max_over_ranks([int(bool(bad))])[0]:
             return
         weights = "some trainable weights hold NaN or infinity on another rank"
         if bad:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from hf_rocm_tune.cards.agree import highest
+from hf_rocm_tune.cards.agree import max_over_ranks
 from hf_rocm_tune.errors import Interrupted
 from hf_rocm_tune.lifecycle.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME
@@ -104,7 +104,7 @@ class InterruptCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Agrees with the other ranks. Collective."""
         asked_by_file = state.is_world_process_zero and _is_asked(args)
-        self._stop, by_file = highest([self._requests.received, int(asked_by_file)])
+        self._stop, by_file = max_over_ranks([self._requests.received, int(asked_by_file)])
         self.save_wanted = bool(self._stop or by_file)
         if self.save_wanted:
             control.should_save = True
