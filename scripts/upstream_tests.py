@@ -29,6 +29,7 @@ TRAINERS = {
 }
 CALLBACKS = "compares the whole list of callbacks, and the mixin adds its own"
 JIT = "asserts upstream's JITCheckpointCallback: enable_jit_checkpoint is set to False, SIGTERM is answered without it"
+DIVERGED = "trains in float16 without a scaler: the gradients are NaN from the fourth step on: the guard ends the run"
 SEALED = "rewrites the weights of a checkpoint that is sealed: a resume refuses it by name"
 EXPECTED: dict[str, str] = {
     "TrainerCallbackTest::test_custom_callback_added_at_init": CALLBACKS,
@@ -47,6 +48,7 @@ EXPECTED: dict[str, str] = {
     "TrainerIntegrationTest::test_training_arguments_are_left_untouched": (
         "asserts upstream's arguments: the trainer's own copy of them has dataloader_pin_memory off"
     ),
+    "TestDPOTrainer::test_train_model_dtype": DIVERGED,
     "TrainerIntegrationTest::test_resume_training_with_checkpoint": SEALED,
     "TrainerIntegrationTest::test_resume_training_with_shard_checkpoint": SEALED,
 }
