@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_rocm_tune.train.arithmetic.bounds import FLOAT32
 from hf_rocm_tune.transfer import tree_tensors
 
-NORM, ROW, SCALE = 2.0, 4.0, 6.0
+NORM, ROW, SCALE = 2.5, 5.0, 10.0
 """Multiples of what random rounding does: of a tensor's norm, of a row's, and of the scale of all of it."""
 WIDE = 0.5
 """A bound above this share of a tensor's norm says nothing."""
