@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shutil
@@ -78,7 +79,9 @@ def tries(tools: Sequence[str], versions: Sequence[str], wheel: Path, venv: Path
             for names, options in asked:
                 requirement = f"hf-rocm-tune[{','.join(names)}] @ {wheel.as_uri()}"
                 command = [*_command(tool, venv), *options, requirement]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                # A constraint on torch in pip's configuration is its owner's: pip obeys it by replacing torch.
+                environ = {**os.environ, "PIP_CONSTRAINT": os.devnull}
+                done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
                 found = verdict(done)
                 print(f"{tool} {version} [{','.join(names)}] {' '.join(options)}: {found}", flush=True)
                 yield {"tool": tool, "there": version, "extras": names, "options": list(options), "torch": found}
