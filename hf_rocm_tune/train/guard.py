@@ -12,7 +12,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,17 +24,13 @@ from hf_rocm_tune.errors import CorruptionError, DivergedError, listed
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.survive.run_directory import list_checkpoints
-from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
+from hf_rocm_tune.train.arithmetic.verdict import StepCheck, StepVerdict
 from hf_rocm_tune.transfer import Digest, QueuedDigests
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from hf_rocm_tune.train.arithmetic.checks import ArithmeticChecks
-    from hf_rocm_tune.train.arithmetic.layers import HostLayers
-    from hf_rocm_tune.train.replay import Replays
-    from hf_rocm_tune.train.update import UpdateChecks
 
 logger = logging.getLogger(__name__)
 
@@ -151,48 +147,59 @@ class TrainingGuard:
         model: nn.Module,
         norm: Any,
         wait_verified: Callable[[int], None],
-        products: ArithmeticChecks,
-        replays: Replays,
-        updates: UpdateChecks,
-        layers: HostLayers,
+        checks: Sequence[StepCheck],
         *,
         can_repeat: bool,
-    ) -> bool:
-        """Judge the step before the optimizer uses it; the gradients of a step to be skipped go. Collective."""
+    ) -> StepVerdict:
+        """Decide whether the optimizer uses this step. Collective: every rank must call it, and gets the same verdict.
+
+        Args:
+            model: its gradients are cleared if the step is skipped.
+            norm: of the clipped gradients, a tensor of shape [] or a number.
+            wait_verified: waits until all that the step used is verified, and raises if it is not.
+            checks: each says what it found on this rank; the worst verdict of all ranks counts.
+            can_repeat: whether the batches of the step are there to compute it again.
+
+        Returns:
+            REPEAT: compute the step again; SKIP: no parameter has a gradient now; GO_ON.
+
+        Raises:
+            CorruptionError: a check ends the run.
+        """
         losses, self._losses = self._losses, []
         if not losses:
-            return False  # one of ``skip_steps``
+            return StepVerdict.GO_ON  # one of ``skip_steps``
         loss = losses[0]
         if len(losses) > 1:
             loss = torch.stack(losses).sum()
         step = self._trainer.state.global_step + 1
-        figures = _read_figures(loss, norm, products.pending(), updates.pending())
-        own = max(
-            products.judge(figures.residuals, can_repeat=can_repeat),
-            replays.judge(can_repeat=can_repeat),
-            updates.judge(figures.samples, can_repeat=can_repeat),
-            layers.judge(),
-        )
-        of_ranks = all_gather_floats([figures.loss, figures.norm, own])
+
+        own_loss, own_norm, figures = _read_figures(loss, norm, [check.pending() for check in checks])
+        own_verdict = max(check.judge(rows, can_repeat=can_repeat) for check, rows in zip(checks, figures, strict=True))
+        of_ranks = all_gather_floats([own_loss, own_norm, own_verdict])
         verdict = StepVerdict(int(max(rank_verdict for _, _, rank_verdict in of_ranks)))
+
         if verdict == StepVerdict.END:
-            elsewhere = f"step {step}: wrong arithmetic on another rank"
-            raise CorruptionError(updates.failure or products.failure or replays.failure or layers.failure or elsewhere)
+            for check in checks:
+                if check.failure:
+                    raise CorruptionError(check.failure)
+            raise CorruptionError(f"step {step}: wrong arithmetic on another rank")
         if verdict == StepVerdict.REPEAT:
-            return True
-        mean = sum(rank_loss for rank_loss, _, _ in of_ranks) / len(of_ranks)  # NaN on one rank is NaN on all
-        worst = max((rank_norm for _, rank_norm, _ in of_ranks), key=_nan_as_infinity)
+            return verdict
         wait_verified(step)
         if verdict == StepVerdict.SKIP:
             model.zero_grad()
-            return False
+            return verdict
+
+        mean = sum(rank_loss for rank_loss, _, _ in of_ranks) / len(of_ranks)  # NaN if it is NaN on any rank
+        worst = max((rank_norm for _, rank_norm, _ in of_ranks), key=_nan_as_infinity)
         finding = self._steps.judge(step, mean, worst, scaled=self._trainer.accelerator.scaler is not None)
         if finding is None:
-            return False
+            return StepVerdict.GO_ON
         if finding.skips:
             model.zero_grad()  # optimizers do not update a parameter without a gradient
         self.report(finding)
-        return False
+        return StepVerdict.SKIP if finding.skips else StepVerdict.GO_ON
 
     def require_finite(self, model: nn.Module) -> None:
         """Refuse to save weights that hold NaN or infinity. Collective."""
@@ -229,43 +236,32 @@ class TrainingGuard:
             logger.warning("%s", finding.text)
 
 
-class StepFigures(NamedTuple):
-    """What was read of a step, on this rank."""
+def _read_figures(
+    loss: Tensor, norm: Any, pending: Sequence[Sequence[Tensor]]
+) -> tuple[float, float, list[list[list[float]]]]:
+    """Wait for the figures of a step: its loss, its norm, and a row for each tensor of each check.
 
-    loss: float
-    norm: float
-    residuals: list[list[float]]  # of products, as of `ArithmeticChecks.pending`
-    samples: list[list[float]]  # of the last update and this step's clipping, as of `UpdateChecks.pending`
-
-
-def _read_figures(loss: Tensor, norm: Any, residuals: list[Tensor], samples: list[Tensor]) -> StepFigures:
-    """Wait for the figures of a step; those on the card of the loss are read together, in one wait.
-
-    ``loss``: shape []; ``norm``: a tensor of shape [], or a number; the others: shape [n], one of each device.
+    Those on the card of the loss are read together, in one wait. ``loss``: shape []; ``norm``: a tensor of shape [], or
+    a number; the others: shape [n], float32 or float64.
     """
     if type(norm) is not torch.Tensor or norm.device != loss.device or loss.device == _HOST:
-        residual_rows = [residual.tolist() for residual in residuals]
-        return StepFigures(loss.item(), float(norm), residual_rows, [sample.tolist() for sample in samples])
+        return loss.item(), float(norm), [[tensor.tolist() for tensor in tensors] for tensors in pending]
     if norm.dtype != loss.dtype:
         loss, norm = loss.double(), norm.double()
     together = [torch.stack([loss, norm])]
-    reads_residuals = bool(residuals) and residuals[0].device == loss.device
-    if reads_residuals:
-        together.append(residuals[0])
-    together += [sample for sample in samples if sample.device == loss.device]
+    together += [tensor for tensors in pending for tensor in tensors if tensor.device == loss.device]
     read_loss, read_norm, *rest = torch.cat(together).tolist()
-    residual_rows = []
-    if reads_residuals:
-        length = residuals[0].numel()
-        residual_rows, rest = [rest[:length]], rest[length:]
-    residual_rows += [residual.tolist() for residual in residuals[len(residual_rows) :]]
-    sample_rows = []
-    for sample in samples:
-        if rest and sample.device == loss.device:
-            sample_rows.append(rest)
-        else:
-            sample_rows.append(sample.tolist())
-    return StepFigures(read_loss, read_norm, residual_rows, sample_rows)
+    of_checks: list[list[list[float]]] = []
+    for tensors in pending:
+        rows = []
+        for tensor in tensors:
+            if tensor.device == loss.device:
+                rows.append(rest[: tensor.numel()])
+                rest = rest[tensor.numel() :]
+            else:
+                rows.append(tensor.tolist())
+        of_checks.append(rows)
+    return read_loss, read_norm, of_checks
 
 
 def _nan_as_infinity(norm: float) -> float:

@@ -19,7 +19,7 @@ import logging
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -188,8 +188,13 @@ class Replays:
         )
         return True
 
-    def judge(self, *, can_repeat: bool) -> StepVerdict:
-        attention = self._judge_attention(can_repeat=can_repeat)
+    def pending(self) -> list[Tensor]:
+        """Nothing: what was compared has been read."""
+        return []
+
+    def judge(self, _figures: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
+        """What to do with the step, by its repetitions and attention, on this rank alone."""
+        attention = self._attention_verdict(can_repeat=can_repeat)
         if not self._wrong:
             return attention
         if not can_repeat:
@@ -292,7 +297,7 @@ class Replays:
         finally:
             functional.scaled_dot_product_attention = stock
 
-    def _judge_attention(self, *, can_repeat: bool) -> StepVerdict:
+    def _attention_verdict(self, *, can_repeat: bool) -> StepVerdict:
         numbers = self._products.attention
         if not numbers:
             return StepVerdict.GO_ON

@@ -56,7 +56,7 @@ from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.models.streaming import streamer_of
 from hf_rocm_tune.survive.checkpoint import Checkpoints
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
-from hf_rocm_tune.train.arithmetic import ArithmeticChecks
+from hf_rocm_tune.train.arithmetic import ArithmeticChecks, StepVerdict
 from hf_rocm_tune.train.arithmetic.layers import HostLayers
 from hf_rocm_tune.train.device_memory import FragmentationCallback
 from hf_rocm_tune.train.events import surround
@@ -538,9 +538,16 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.queue_check()
         self._require_settings()
         self._host_layers.compute()  # no micro-batch is in the layer now, as others are in a pipeline before
-        judges = self._arithmetic, self._replays, self._updates, self._host_layers
-        can_repeat = self._recovery.has_start
-        while self._guard.judge(model, norm, self._sentinel.wait_verified, *judges, can_repeat=can_repeat):
+        checks = self._updates, self._arithmetic, self._replays, self._host_layers
+        judge = partial(
+            self._guard.judge,
+            model,
+            norm,
+            self._sentinel.wait_verified,
+            checks,
+            can_repeat=self._recovery.has_start,
+        )
+        while judge() == StepVerdict.REPEAT:
             again = self._repeat_step(model)
             with torch.no_grad():
                 norm.copy_(again)  # device: within one; it is the tensor that upstream logs

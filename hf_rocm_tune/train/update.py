@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -378,7 +378,7 @@ class UpdateChecks:
             self._report.count("arithmetic", updates=1)
             if skipped:  # infinite gradients, by the scaler
                 return _Moved("the weight", made_p, p, np.zeros(len(p))).wrong()
-            for each in sample.rule.judged(sample, step, p, g / scale, old, made_p, made):
+            for each in sample.rule.recomputed(sample, step, p, g / scale, old, made_p, made):
                 if (said := each.wrong()) is not None:
                     return f"the optimizer's update of {sample.name} is wrong: {said}"
             return None
@@ -391,7 +391,7 @@ class UpdateChecks:
         """What `judge` waits for, float64 of shape [n], one of each device."""
         return [torch.cat([each for each, _ in parts]) for parts in self._by_device(self._clipped + self._pending)]
 
-    def judge(self, rows: list[list[float]], *, can_repeat: bool) -> StepVerdict:
+    def judge(self, rows: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
         """Judge the last update and this step's clipping, by what was read of `pending`; `failure` says what is wrong.
 
         A wrong update has been used: the run ends. Wrong clipping has not: the step is computed again, once.
@@ -513,7 +513,7 @@ class _Rule:
         info = torch.finfo(sample.parameter.dtype)
         return max(2 * float(info.smallest_normal) * float(info.eps), _TINY)
 
-    def judged(
+    def recomputed(
         self, sample: _Sample, step: int, p: Any, g: Any, old: Mapping[str, Any], made_p: Any, made: Mapping[str, Any]
     ) -> list[_Moved]:
         """What was made of a weight ``p`` and its state by a gradient ``g``; ``step``: of this tensor, from 1."""
@@ -548,7 +548,7 @@ class _Adam(_Rule):
         m, v = (old[name] for name in self.states[:2])
         return (zero, zero) if m is None else (m, v)
 
-    def judged(
+    def recomputed(
         self, sample: _Sample, step: int, p: Any, g: Any, old: Mapping[str, Any], made_p: Any, made: Mapping[str, Any]
     ) -> list[_Moved]:
         group, (stored, computed) = sample.group, self.roundings(sample)
@@ -583,11 +583,11 @@ class _Adam(_Rule):
         wanted = kept - change
         bound = 2 * stored * (np.abs(p) + np.abs(wanted)) + rounding + self.spacing(sample)
         return [
-            *self.judged_moments(sample, made, (new_m, off_m), (new_v, off_v), size),
+            *self.recomputed_moments(sample, made, (new_m, off_m), (new_v, off_v), size),
             _Moved("the weight", made_p, wanted, bound),
         ]
 
-    def judged_moments(
+    def recomputed_moments(
         self, sample: _Sample, made: Mapping[str, Any], new_m: tuple[Any, Any], new_v: tuple[Any, Any], size: Any
     ) -> list[_Moved]:
         """Of the moments and of how far each may be off by its decay's rounding."""
@@ -624,7 +624,7 @@ class _BlockAdam(_Adam):
         first = _code_map(True)[old["state1"].astype(int)] * old["absmax1"]
         return first, _code_map(False)[old["state2"].astype(int)] * old["absmax2"]
 
-    def judged_moments(
+    def recomputed_moments(
         self, sample: _Sample, made: Mapping[str, Any], new_m: tuple[Any, Any], new_v: tuple[Any, Any], size: Any
     ) -> list[_Moved]:
         found = []

@@ -28,7 +28,7 @@ from hf_rocm_tune.train.arithmetic.products import (
     frozen_products,
     unrecorded,
 )
-from hf_rocm_tune.train.arithmetic.verdict import ROWS, ProductJudge, StepVerdict
+from hf_rocm_tune.train.arithmetic.verdict import ROWS, ProductVerdicts, StepVerdict
 from hf_rocm_tune.transfer import Mover
 
 Mode = Literal["off", "sampled", "every"]
@@ -48,7 +48,7 @@ class ArithmeticChecks:
     def __init__(self, mode: Mode, mover: Mover) -> None:
         self._mode, self._mover, self._report = mode, mover, mover.report
         self._weights = HostWeights(mover)
-        self._judge = ProductJudge(mover, self._weights)
+        self._verdicts = ProductVerdicts(mover, self._weights)
         self._products: list[Product] = []
         self._due: list[Product] = []
         self._handles: list[Any] = []
@@ -67,7 +67,7 @@ class ArithmeticChecks:
     @property
     def failure(self) -> str:
         """The sentence on the product that ended the run."""
-        return self._judge.failure
+        return self._verdicts.failure
 
     # ---- a training begins --------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class ArithmeticChecks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._judge.begin_step(step)
+        self._verdicts.begin_step(step)
         self._residuals.clear()
         layers = len(self._products)
         if not layers:
@@ -205,7 +205,7 @@ class ArithmeticChecks:
         """Note the largest residual; whether the product is to be held, in a step that is computed again."""
         worst = residuals.amax()
         self._residuals[worst.device].append((checked, worst))
-        return self._judge.holding and checked.held is None and not worst.item() <= checked.level
+        return self._verdicts.holding and checked.held is None and not worst.item() <= checked.level
 
     def _check_head(
         self, layer: Product, side: Side, operand: Tensor, result: Tensor, dtype: torch.dtype, *again: Any
@@ -257,10 +257,10 @@ class ArithmeticChecks:
                 elif id(checked) in largest:
                     clean.append((checked, number))
         if flagged:
-            return self._judge.accuse(flagged, StepVerdict.REPEAT if can_repeat else StepVerdict.SKIP)
+            return self._verdicts.accuse(flagged, StepVerdict.REPEAT if can_repeat else StepVerdict.SKIP)
         for checked, number in clean:
             checked.learn(number)
-        return self._judge.clear()
+        return self._verdicts.clear()
 
     def _largest(self, numbers: Sequence[Sequence[float]]) -> dict[int, float]:
         """The largest residual of each side by its id, NaN above all; sets `attention`."""

@@ -213,7 +213,15 @@ class HostLayers:
 
     # ---- the result ---------------------------------------------------------------------------------------------
 
-    def judge(self, *, wait: bool = False) -> StepVerdict:
+    def pending(self) -> list[Tensor]:
+        """Nothing: the host computes in the background."""
+        return []
+
+    def judge(self, _figures: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
+        """The verdict by the layers that are ready; a wrong one is computed again here, so no step is repeated."""
+        return self._collect(wait=False)
+
+    def _collect(self, *, wait: bool) -> StepVerdict:
         """What the layers that the host has computed until now say of the run, on this rank; ``wait``: for all."""
         tasks, self._tasks = self._tasks, []
         verdict = StepVerdict.GO_ON
@@ -224,7 +232,7 @@ class HostLayers:
                 continue
             try:
                 task.future.result()
-                verdict = max(verdict, self._judge(task))
+                verdict = max(verdict, self._compare_layer(task))
             except FOREIGN_ERRORS as error:  # as upstream's layers whose kernels have no version for the host
                 self._refuse(task.call.name, error)
         if not self._tasks and self._worker is not None:
@@ -232,7 +240,7 @@ class HostLayers:
             self._worker = None
         return verdict
 
-    def _judge(self, task: Task) -> StepVerdict:
+    def _compare_layer(self, task: Task) -> StepVerdict:
         report = self._trainer.transfer_report
         report.count("arithmetic", layers=1)
         differences = _differences(task)
@@ -263,7 +271,7 @@ class HostLayers:
 
     def check_now(self) -> None:
         """Wait for the layers that are being computed: before a save, and at the end."""
-        if self.judge(wait=True) == StepVerdict.END:
+        if self._collect(wait=True) == StepVerdict.END:
             raise CorruptionError(self.failure)
 
     def _tell(self, task: Task, wrong: Sequence[Difference], kind: str, outcome: str, text: str) -> None:

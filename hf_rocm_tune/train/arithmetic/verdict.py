@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +39,26 @@ class StepVerdict(IntEnum):
     END = 3
 
 
-class ProductJudge:
+class StepCheck(Protocol):
+    """A check of an optimizer step before it is used; `train.guard.TrainingGuard` asks all of them.
+
+    Attributes:
+        failure: the sentence on what ended the run; empty before.
+    """
+
+    @property
+    def failure(self) -> str: ...
+
+    def pending(self) -> list[Tensor]:
+        """What `judge` needs of the device: shape [n], float32 or float64, one tensor of each device."""
+        ...
+
+    def judge(self, figures: Sequence[Sequence[float]], /, *, can_repeat: bool) -> StepVerdict:
+        """What to do with the step on this rank; ``figures``: a row for each tensor of `pending`."""
+        ...
+
+
+class ProductVerdicts:
     """Judges products whose residuals are above their level; `checks.ArithmeticChecks` owns one.
 
     Attributes:
