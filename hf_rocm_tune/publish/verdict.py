@@ -49,7 +49,8 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
     if found:
         recovered = f"Corruption was found {_times(found)} and recovered before it was used"
         return verdict("note", f"{verified}. {recovered}.")
-    complete = finished and share >= 100 and text(report, "verify") == "full" and not _varies(report)
+    remarks = _varies(report) or _differing_layers(report)
+    complete = finished and share >= 100 and text(report, "verify") == "full" and not remarks
     return verdict("good" if complete else "note", f"{verified}, and none of them was wrong.")
 
 
@@ -75,6 +76,8 @@ def verdict_line(report: Mapping[str, Any]) -> str:
             reasons.append("a sample of the transfers only")
         if _varies(report):
             reasons.append("the same micro-batch gave different gradients")
+        if layers := _differing_layers(report):
+            reasons.append(f"{layers[0]} differs from what the host computes")
     word, comma, rest = LEVELS[verdict.level].partition(",")
     return f"{word.upper()}{comma}{rest} ({'; '.join(reasons).rstrip('.')})"
 
@@ -119,6 +122,11 @@ def _varies(report: Mapping[str, Any]) -> str:
     if bound:
         sentence += f" Replays were compared within {bound:.2g}, so smaller faults were not seen."
     return sentence
+
+
+def _differing_layers(report: Mapping[str, Any]) -> list[str]:
+    """Layers of which the host has computed something else, each time; the run has gone on."""
+    return [text(row, "layer") for row in items(report, "arithmetic", "host_layers") if items(row, "differs_in")]
 
 
 def coverage(report: Mapping[str, Any]) -> float | None:
@@ -189,6 +197,8 @@ def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:
         notes.append(f"{size(link[0] - link[1])} crossed between host and card unverified: {', '.join(names[:3])}.")
     if _varies(report):
         notes.append(_varies(report))
+    if layers := _differing_layers(report):
+        notes.append(f"{', '.join(layers)}: the host computes something else than the device, by more than rounding.")
     not_attested = items(report, "weights", "not_attested")
     if not_attested:
         notes.append(f"Files of the base model without a recorded digest, so not attested: {len(not_attested)}.")

@@ -180,7 +180,7 @@ class VerifiedTransferMixin(_Base):
         self._arithmetic = ArithmeticChecks(settings.check_arithmetic, self.mover)
         self._replays = Replays(self, self._arithmetic, on=checks_arithmetic)
         self._updates = UpdateChecks(self.mover.report, on=checks_arithmetic)
-        self._host_layers = HostLayers(self, self._arithmetic, on=checks_arithmetic)
+        self._host_layers = HostLayers(self, self._arithmetic, mode=settings.check_arithmetic)
         self._adapter_settings: AdapterSettings | None = None  # of a training
         self._keeping_checkpointing = 0  # micro-batches that are in their loss now: several in a pipeline
         self._num_items: Any = None  # label tokens of the current step

@@ -68,6 +68,14 @@ def test_results_that_differ_from_run_to_run_are_in_the_verdict() -> None:
     assert verdicts.judge(report(arithmetic={"deterministic": True}), finished=True).level == "good"
 
 
+def test_a_layer_that_the_host_computes_otherwise_is_a_remark() -> None:
+    row = {"layer": "model.layers.0", "differs_in": ["its output"]}
+    verdict = verdicts.judge(report(arithmetic={"host_layers": [row]}), finished=True)
+    assert verdict.level == "note" and any("model.layers.0" in note for note in verdict.notes)
+    right = report(arithmetic={"host_layers": [{**row, "differs_in": []}]})
+    assert verdicts.judge(right, finished=True).level == "good"
+
+
 def test_what_is_not_covered_follows_what_was_checked() -> None:
     checked = report(arithmetic={"products": 400, "checked": 40, "replays": 3, "refusal": None})
     shown = page.build({"run": run(report=checked)})

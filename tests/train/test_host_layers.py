@@ -42,6 +42,16 @@ class Wrong(TorchDispatchMode):
         return result
 
 
+@pytest.fixture
+def make(make: Make) -> Make:
+    """On a processor only this mode has layers computed again."""
+
+    def with_all_checks(*arguments: Any, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+        return make(*arguments, extra={"check_arithmetic": "every", **(extra or {})}, **options)
+
+    return with_all_checks
+
+
 def of_adapter(args: Any) -> bool:
     return any(isinstance(each, Tensor) and each.dim() == 2 and RANK in each.shape for each in args)
 
@@ -73,6 +83,25 @@ def test_a_kernel_that_is_always_wrong_ends_the_run(make: Make, kernel: str) -> 
     counted = trainer.transfer_report.to_dict()["arithmetic"]
     assert (counted["layers"], counted["disagreements"], counted["recovered"]) == (1, 1, 0)
     assert trainer.transfer_report.to_dict()["incidents"][-1]["kind"] == "repeatable"
+
+
+def test_by_default_a_processor_is_not_checked_by_itself_and_a_card_s_wrong_kernel_is_named(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = {"check_arithmetic": "sampled"}
+    trainer = make(max_steps=1, extra=sampled)
+    trainer.train()
+    assert "by the kernels that would check it" in trainer.describe()["arithmetic"]["host_layers_refusal"]
+    monkeypatch.setattr(layers, "_is_host", lambda device: False)
+    trainer = make(max_steps=2, extra=sampled)
+    with Wrong("aten::silu", 1.05):
+        trainer.train()
+    row = checked(trainer)
+    assert "its output" in row["differs_in"] and trainer.state.global_step == 2
+    counted = trainer.transfer_report.to_dict()
+    assert (counted["arithmetic"]["layers"], counted["arithmetic"]["disagreements"]) == (1, 0)
+    (incident,) = counted["incidents"]
+    assert incident["outcome"] == "named" and "doctor --full" in incident["text"]
 
 
 @pytest.mark.parametrize("way", ["float32", "bf16", "nf4", "all weights"])
@@ -112,12 +141,12 @@ def test_what_is_wrong_once_is_computed_again_and_the_training_goes_on(
 
 def test_the_training_is_the_same_with_and_without(make: Make) -> None:
     results = []
-    for mode in ("sampled", "off"):
+    for mode in ("every", "off"):
         trainer = make(max_steps=3, lora={"lora_dropout": 0.2}, extra={"check_arithmetic": mode})
         trainer.train()
         results.append({name: each.detach().clone() for name, each in trainer.model.named_parameters()})
         refusal = trainer.describe()["arithmetic"]["host_layers_refusal"]
-        assert refusal == (None if mode == "sampled" else "--check_arithmetic off")
+        assert refusal == (None if mode == "every" else "--check_arithmetic off")
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
