@@ -128,7 +128,8 @@ def test_the_planner_knows_the_same_names(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_is_no_flag_is_left_to_the_real_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    check("sft", ["--eos_token", "--two words", "-v", "--", "--nothing"])
+    needed = ["--model", "some/model", "--dataset", "some/rows"]
+    check("sft", [*needed, "--eos_token", "--two words", "-v", "--", "--nothing"])
     with pytest.raises(UsageError, match="--nothing"):
         check("sft", ["--nothing"])
     monkeypatch.setitem(VERBS, "newer", Verb(config="ConfigThatNobodyHas", what="", rate=1.0))

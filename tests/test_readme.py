@@ -26,7 +26,7 @@ OTHERS = {
     *("accelerate_config", "stall_seconds", "public", "desktop_gib", "help_all", "gguf", "llama_cpp"),
     *("cards", "host_gib", "link_gb_s", "logging_inf_nan_filter", "seq", "emit", "json", "method", "trainer"),
 }
-FOREIGN = {"enable-lora", "max-lora-rank", "lora"}  # of vLLM, and of llama.cpp
+FOREIGN = {"enable-lora", "max-lora-rank", "lora", "upgrade", "upgrade-package"}  # of vLLM, llama.cpp, pip and uv
 BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", PROSE, flags=re.DOTALL)
 
 

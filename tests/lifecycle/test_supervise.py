@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "python-stub").write_text(f'#!/bin/sh\nexec {sys.executable} {STUB} "$@"\n')
     (tmp_path / "python-stub").chmod(0o755)
     monkeypatch.setenv("STUB", str(tmp_path))
-    monkeypatch.setattr(supervision, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(supervision, "_POLL_SECONDS", 0.02)
     yield tmp_path
     if (tmp_path / "orphan").exists() and _alive(int((tmp_path / "orphan").read_text())):
         os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
