@@ -7,8 +7,9 @@ GPU_ARGS ?=
 DRIFT_ARGS ?=
 EVENING_ARGS ?=
 VENV := .venv/bin/python
-# Two workers, a file each at a time: session fixtures (models, a server of forked commands) are built once a worker.
-WORKERS := -n 2 --dist loadfile
+# Three workers for two cores, since tests wait for processes; a file each at a time: session fixtures (models, a server of
+# forked commands) are built once a worker.
+WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 ROOM ?= transfer

@@ -20,6 +20,7 @@ from hf_rocm_tune.settings.arguments import build_parser, parse
 from hf_rocm_tune.settings.screen import screen
 from hf_rocm_tune.settings.start import check
 from hf_rocm_tune.settings.verbs import VERBS, Verb
+from tests import tiny
 
 TYPED = {
     "model": "org/model",
@@ -127,8 +128,9 @@ def test_the_planner_knows_the_same_names(capsys: pytest.CaptureFixture[str]) ->
         plan(full, prepare=lambda: None, read_rows=_no_rows)
 
 
-def test_what_is_no_flag_is_left_to_the_real_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = ["--model", "some/model", "--dataset", "some/rows"]
+def test_what_is_no_flag_is_left_to_the_real_parser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n')
+    needed = ["--model", str(tiny.build("llama3", tmp_path)), "--dataset", str(tmp_path / "rows.jsonl")]
     check("sft", [*needed, "--eos_token", "--two words", "-v", "--", "--nothing"])
     with pytest.raises(UsageError, match="--nothing"):
         check("sft", ["--nothing"])
