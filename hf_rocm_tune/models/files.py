@@ -285,39 +285,51 @@ def check_files(
         UsageError: a file differs from its record.
         CorruptionError: a tensor was loaded with other bytes than the second reading has.
     """
-    known = {file: value for file in files if (value := recorded_sha256(file)) is not None}
+    recorded: dict[Path, str] = {}
+    for file in files:
+        if (sha256 := recorded_sha256(file)) is not None:
+            recorded[file] = sha256
+    states = {file: _state(file, recorded.get(file)) for file in files}
     seen = _read_memory(memory)
-    stats = {file: file.stat() for file in files}
-    states = {
-        file: [known.get(file), *(getattr(stats[file], f"st_{key}") for key in ("size", "ino", "mtime_ns", "ctime_ns"))]
-        for file in files
-    }
+
     fresh = [file for file in files if seen.get(str(file.resolve()), {}).get("state") != states[file]]
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
-        found = dict(zip(fresh, pool.map(_read_again, fresh), strict=True))
-    for file, read in found.items():
-        if file in known and read.sha256 != known[file]:
+        read_again = dict(zip(fresh, pool.map(_read_again, fresh), strict=True))
+    for file, read in read_again.items():
+        if file in recorded and read.sha256 != recorded[file]:
             raise UsageError(
-                f"model file {file}: its SHA-256 is {read.sha256[:12]}..., but {known[file][:12]}... is on record: "
+                f"model file {file}: its SHA-256 is {read.sha256[:12]}..., but {recorded[file][:12]}... is on record: "
                 "the file is damaged on this disk; download or copy it again"
             )
         digests = {name: tensor.digest.hex() for name, tensor in read.tensors.items()}
         seen[str(file.resolve())] = {"state": states[file], "tensors": digests}
-    in_files = {path: seen[path]["tensors"] for path in (str(file.resolve()) for file in files)}
     if fresh:
-        small = {str(file.resolve()) for file in fresh if file not in known and stats[file].st_size < _WORTH_KEEPING}
-        _remember(memory, {path: row for path, row in seen.items() if path not in small})
-    for (path, tensor), values in (loaded or {}).items():
-        recorded_one = in_files.get(os.path.realpath(path), {}).get(tensor)
-        if len({value.hex() for value in values} | ({recorded_one} if recorded_one else set())) > 1:
-            if in_files and seen.pop(os.path.realpath(path), None) is not None:
+        not_kept = {
+            str(file.resolve()) for file in fresh if file not in recorded and file.stat().st_size < _WORTH_KEEPING
+        }
+        _remember(memory, {path: row for path, row in seen.items() if path not in not_kept})
+
+    of_files = {str(file.resolve()): seen[str(file.resolve())]["tensors"] for file in files}
+    for (path, tensor), digests_loaded in (loaded or {}).items():
+        readings = {digest.hex() for digest in digests_loaded}
+        path_on_disk = os.path.realpath(path)
+        if again := of_files.get(path_on_disk, {}).get(tensor):
+            readings.add(again)
+        if len(readings) > 1:
+            if of_files and seen.pop(path_on_disk, None) is not None:
                 _remember(memory, seen)  # the second reading may be the wrong one
             raise CorruptionError(
                 f"model file {path}: {tensor} was loaded from it with other bytes than another reading gave: a read "
                 "from the disk or from the page cache was wrong. Start the same command again; if it happens again, "
                 "test this machine's memory"
             )
-    return FileRecords(attested=len(known), unknown=tuple(file.name for file in files if file not in known))
+    return FileRecords(attested=len(recorded), unknown=tuple(file.name for file in files if file not in recorded))
+
+
+def _state(file: Path, sha256: str | None) -> list[Any]:
+    """What a kept result of a file is known by: the same record, size, inode and times of change."""
+    stats = file.stat()
+    return [sha256, stats.st_size, stats.st_ino, stats.st_mtime_ns, stats.st_ctime_ns]
 
 
 def recorded_sha256(file: Path) -> str | None:

@@ -6,11 +6,11 @@ Every figure is an estimate from counted bytes and assumed rates. None was measu
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.streamed import AUTO
@@ -327,35 +327,59 @@ def _together(plan: Plan) -> list[CardsWay]:
     return [_way(plan, "tensor", flags, cases, at, lambda one: cards * crossing(one))]
 
 
+class _Change(NamedTuple):
+    """A change of a request that may make it fit."""
+
+    words: str  # in the flags of the command
+    fields: dict[str, Any]  # of `PlanRequest`
+
+
+def _changes(plan: Plan, *, training: bool) -> Iterator[_Change]:
+    """What could be changed, in the order in which it is proposed."""
+    request = plan.request
+    is_full = plan.nearest.variant == "full"
+    if request.micro_batch is not None or request.checkpointing is not None:
+        yield _Change("another micro-batch and checkpointing", {})
+    if is_full and "8bit" not in request.optim:
+        yield _Change("--optim adamw_8bit", {"optim": "adamw_8bit"})
+    if is_full and request.dtype is None:
+        yield _Change("--dtype bfloat16", {"dtype": "bfloat16"})
+    if request.methods == ("full",):
+        yield _Change("--use_peft true" if training else "--method lora", {"methods": ("lora",)})
+    if "qlora" not in request.methods:
+        yield _Change("--load_in_4bit" if training else "--method qlora", {"methods": ("qlora",)})
+    if request.cards == 1 and not is_full and not request.dora:
+        yield _Change(f"{STREAM} auto", {"stream": AUTO})
+    if request.cards == 1 and not training and request.effective_batch % 2 == 0:
+        yield _Change("--cards 2", {"cards": 2, "stream": 0})
+
+
+def _fits_with(plan: Plan, change: _Change, least: Mapping[str, Any], *, training: bool) -> bool:
+    """Whether a job with a change fits in what takes ``least``."""
+    changed = replace(plan.request, **{**least, **change.fields})
+    known = plan.recordings if change.fields.keys() <= _SAME_STEP else {}
+    other = plan_for(changed, card=plan.card, config=plan.config, known=known)
+    if any(option.fits for option in other.grid):
+        return True
+    return not training and changed.cards > 1 and best_of(ways(other)) is not None
+
+
 def advice(plan: Plan, *, training: bool = False) -> str:
     """What would fit where nothing does, each change planned; ``training``: in the flags of a training verb."""
-    request, method = plan.request, plan.nearest.variant
-    loose: dict[str, Any] = {"micro_batch": None, "checkpointing": None, "recompute": None, "mixes": False}
+    request = plan.request
     # what takes least, of which a fit is certain before anything else is recorded
-    least = loose | {"micro_batch": 2 if request.trainer == "kto" else 1}
-    least |= {"checkpointing": True} if all(each.can_checkpoint for each in plan.recordings.values()) else {}
-    full, several = method == "full", request.cards > 1 and not training
-    alone = request.cards == 1 and not training and request.effective_batch % 2 == 0
-    changes: list[tuple[str, dict[str, Any], bool]] = [
-        ("another micro-batch and checkpointing", {}, (request.micro_batch, request.checkpointing) != (None, None)),
-        ("--optim adamw_8bit", {"optim": "adamw_8bit"}, full and "8bit" not in request.optim),
-        ("--dtype bfloat16", {"dtype": "bfloat16"}, full and request.dtype is None),
-        ("--use_peft true" if training else "--method lora", {"methods": ("lora",)}, request.methods == ("full",)),
-        ("--load_in_4bit" if training else "--method qlora", {"methods": ("qlora",)}, "qlora" not in request.methods),
-        (f"{STREAM} auto", {"stream": AUTO}, not full and not request.dora and request.cards == 1),
-        ("--cards 2", {"cards": 2, "stream": 0}, alone),
-    ]
+    least: dict[str, Any] = {"checkpointing": None, "recompute": None, "mixes": False}
+    least["micro_batch"] = 2 if request.trainer == "kto" else 1
+    if all(recording.can_checkpoint for recording in plan.recordings.values()):
+        least["checkpointing"] = True
     found: list[str] = []
-    for words, change, applies in changes:
-        if applies:
-            with suppress(UsageError):
-                changed = replace(request, **(least | change))
-                known = plan.recordings if change.keys() <= _SAME_STEP else {}
-                other = plan_for(changed, card=plan.card, config=plan.config, known=known)
-                fits = any(each.fits for each in other.grid)
-                if fits or (not training and other.request.cards > 1 and best_of(ways(other))):
-                    found.append(words)
-    longest = 0 if several else max(plan.longest(each) or 0 for each in plan.recordings)
+    for change in _changes(plan, training=training):
+        with suppress(UsageError):
+            if _fits_with(plan, change, least, training=training):
+                found.append(change.words)
+    longest = 0
+    if request.cards == 1 or training:
+        longest = max(plan.longest(method) or 0 for method in plan.recordings)
     if 0 < longest < request.length:
         found.append(f"--{'max_length' if training else 'seq'} {longest}")
     some = f"what would fit: {' | '.join(found)}; or" if found else "what would fit:"
