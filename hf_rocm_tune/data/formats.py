@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -686,22 +686,15 @@ def _layout(
     in_csv: bool,
 ) -> FormatInfo:
     kind, content, dropped = recognise(columns, first, method, text_field, split)
-    messages = {each for each in content.values() if isinstance(first[each], list | dict) or each in _CHATS}
-    messages = set() if kind in ("text", "tokenized") else messages - {_REJECTED[0]}
-    more = []
+    messages: set[str] = set()
+    more: list[str] = []
     if kind not in ("text", "tokenized"):
-        asked = isinstance(first.get(content.get("prompt", "")), str)
-        foreign = content.get("prompt", "prompt") != "prompt" and asked and kind != "prompt"  # rewards may read them
-        systems = [name for name in _SYSTEMS if name in columns][:1]
-        taken = [*(_MORE if foreign else ()), *systems, *((_HISTORY,) if asked else ())]
-        more = [name for name in columns if name in taken and name not in content.values()]
-    beside = _BESIDE_IDS if kind == "tokenized" else (_MARGIN,) if method == "reward" else ()
-    if kind != "prompt" and (messages or _is_renamed(kind, content)):
-        beside = (*beside, *(name for name in _OF_TEMPLATE if name != _FUNCTIONS or "tools" not in columns))
-    probe: Any = next((turn for column in messages for turn in _turns(first[column])), {})
-    probe = probe if isinstance(probe, dict) else {}
-    speaker = "from" if probe.get("role") is None and probe.get("from") is not None else "role"
-    has_value = probe.get("value") is not None or speaker == "from"
+        for column in content.values():
+            if isinstance(first[column], list | dict) or column in _CHATS:
+                messages.add(column)
+        messages.discard(_REJECTED[0])
+        more = _columns_of_questions(columns, first, kind, content)
+    role_key, content_key = _keys_of_messages(first, messages)
     return FormatInfo(
         kind=kind,
         content=content,
@@ -709,12 +702,62 @@ def _layout(
         more=tuple(more),
         dropped=dropped,
         in_csv=in_csv,
-        beside=tuple(name for name in beside if name in columns),
+        beside=tuple(_columns_beside(columns, kind, content, method, has_messages=bool(messages))),
         vocabulary=vocabulary if kind == "tokenized" else None,
         needs_assistant=needs_assistant,
-        role_key=speaker,
-        content_key="value" if has_value and probe.get("content") is None else "content",
+        role_key=role_key,
+        content_key=content_key,
     )
+
+
+def _columns_of_questions(
+    columns: list[str], first: Mapping[str, Any], kind: Kind, content: Mapping[str, str]
+) -> list[str]:
+    """Columns that belong to a question beside it: Alpaca's input, a system message, the turns before."""
+    question = content.get("prompt", "prompt")
+    is_text = isinstance(first.get(content.get("prompt", "")), str)
+    taken: list[str] = []
+    if is_text and question != "prompt" and kind != "prompt":  # rewards may read columns beside a prompt
+        taken += _MORE
+    taken += [name for name in _SYSTEMS if name in columns][:1]
+    if is_text:
+        taken.append(_HISTORY)
+    return [name for name in columns if name in taken and name not in content.values()]
+
+
+def _columns_beside(
+    columns: list[str], kind: Kind, content: Mapping[str, str], method: Method, *, has_messages: bool
+) -> Iterator[str]:
+    """Columns that stay as they are: of tokens, a margin of rewards, and what a chat template reads."""
+    if kind == "tokenized":
+        names = [*_BESIDE_IDS]
+    elif method == "reward":
+        names = [_MARGIN]
+    else:
+        names = []
+    if kind != "prompt" and (has_messages or _is_renamed(kind, content)):
+        names += [name for name in _OF_TEMPLATE if name != _FUNCTIONS or "tools" not in columns]
+    for name in names:
+        if name in columns:
+            yield name
+
+
+def _keys_of_messages(first: Mapping[str, Any], messages: Collection[str]) -> tuple[str, str]:
+    """The keys of a message that name its role and hold its text, by the first one of the first row."""
+    message: Any = {}
+    for column in messages:
+        if turns := list(_turns(first[column])):
+            message = turns[0]
+            break
+    if not isinstance(message, dict):
+        message = {}
+    role_key = "role"
+    if message.get("role") is None and message.get("from") is not None:
+        role_key = "from"
+    content_key = "content"
+    if message.get("content") is None and (role_key == "from" or message.get("value") is not None):
+        content_key = "value"
+    return role_key, content_key
 
 
 _CHATS = ("messages", "conversations")

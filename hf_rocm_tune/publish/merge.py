@@ -269,23 +269,34 @@ def _write(
     model.save_pretrained(staging, max_shard_size=max_shard_size)
     if copied is not None:
         add_leftovers(staging, copied)
-    found = saved_state.compare_model(staging, model, copied=copied.tensors if copied else None)
-    wrong = [label for one in found.values() for label in one.differing]
-    digests = {label: value for one in found.values() for label, value in one.digests.items()}
-    nbytes = sum(each.nbytes for each in {each.data_ptr(): each for each in model.state_dict().values()}.values())
-    nbytes += copied.nbytes if copied is not None else 0
-    config = model.config.to_json_string(use_diff=True)
-    written = {**texts, "config.json": config.encode()}
-    if len(found) > 1:
-        files = {name: file for file, _, name in (label.partition(":") for label in sorted(digests))}
-        index = {"metadata": {"total_size": nbytes}, "weight_map": files}
+    read_back = saved_state.compare_model(staging, model, copied=copied.tensors if copied else None)
+    wrong: list[str] = []
+    digests: dict[str, str] = {}  # by file and tensor, "FILE:TENSOR"
+    entries: dict[str, FileEntry] = {}
+    for file, one in read_back.items():
+        wrong += one.differing
+        digests |= one.digests
+        if one.entry is not None:
+            entries[file] = one.entry
+
+    storages = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
+    nbytes = sum(storages.values())
+    if copied is not None:
+        nbytes += copied.nbytes
+    written = {**texts, "config.json": model.config.to_json_string(use_diff=True).encode()}
+    if len(read_back) > 1:
+        weight_map = {}
+        for label in sorted(digests):
+            file, _, tensor = label.partition(":")
+            weight_map[tensor] = file
+        index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
         written[_INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
     if vocabulary.GENERATION_FILE not in texts:
         (staging / vocabulary.GENERATION_FILE).unlink(missing_ok=True)
     for name, content in written.items():
         (staging / name).write_bytes(content)
-    entries = {name: FileEntry(bytes=len(c), sha256=hashlib.sha256(c).hexdigest()) for name, c in written.items()}
-    entries |= {name: one.entry for name, one in found.items() if one.entry is not None}
+        entries[name] = FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
     manifest.write(
         staging,
         run_id=trained.run_id if trained else uuid.uuid4().hex,
