@@ -7,9 +7,9 @@ GPU_ARGS ?=
 DRIFT_ARGS ?=
 EVENING_ARGS ?=
 VENV := .venv/bin/python
-# Three workers for two cores, since tests wait for processes; a file each at a time: session fixtures (models, a server of
-# forked commands) are built once a worker.
-WORKERS := -n 3 --dist loadfile
+# Two workers, a file each at a time: session fixtures (models, a server of forked commands) are built once a worker. Three
+# took as long on two cores (860 s and 866 s) and more processor time.
+WORKERS := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 ROOM ?= transfer
