@@ -265,11 +265,12 @@ def trained(faults: FaultSpec | None, *beside: Callable[[Loop, threading.Event],
         except BaseException as error:
             failed.append(repr(error))
 
+    torch.manual_seed(2)
+    rows = [(torch.randn(4, 8),) for _ in range(10)]  # before the others draw from the same generator
     threads = [threading.Thread(target=run, args=(act,)) for act in beside]
     for thread in threads:
         thread.start()
-    torch.manual_seed(2)
-    for (batch,) in loop.transfers.batches([(torch.randn(4, 8),) for _ in range(10)]):
+    for (batch,) in loop.transfers.batches(rows):
         through_host = loop.frozen(batch).requires_grad_().to("cpu").to(DEVICE)  # its gradient returns in autograd's
         loop.head(through_host).square().sum().backward()
         loop.optimizer.step()
@@ -281,9 +282,9 @@ def trained(faults: FaultSpec | None, *beside: Callable[[Loop, threading.Event],
     coverage = loop.transfers.describe()["coverage"]
     if coverage["crossed_bytes"] != coverage["verified_bytes"] or coverage["unverified"]:
         failed.append(f"unverified: {coverage}")
-    rows = [row for row in loop.transfers.describe()["origins"] if row["origin"].endswith(":loads")]
-    if [row["verified_bytes"] for row in rows] != [300 * 100 * 4 * len(loop.loaded)] * (2 if beside else 0):
-        failed.append(f"{len(loop.loaded)} loads: {rows}")
+    loads_of = [row for row in loop.transfers.describe()["origins"] if row["origin"].endswith(":loads")]
+    if [row["verified_bytes"] for row in loads_of] != [300 * 100 * 4 * len(loop.loaded)] * (2 if beside else 0):
+        failed.append(f"{len(loop.loaded)} loads: {loads_of}")
     outcomes = {row["outcome"] for row in loop.transfers.report.incidents}
     if outcomes != ({"recovered"} if faults else set()):
         failed.append(f"incidents: {loop.transfers.report.incidents}")
