@@ -212,6 +212,7 @@ class Step:
         # card: its own segments free them
         start = max(0.0, outside["start", -1][0]) if self.layers_only else 0.0
         kept = start + np.cumsum(change - landed) - (change - landed)
+        most_kept = kept.max()  # one that waits between its passes for another card still has its masks
         if self.layers_only:
             kept -= np.array([first.dropped if role == "backward" else 0.0 for role, _ in rows])
         all_gradients = float(landed.sum())
@@ -221,7 +222,7 @@ class Step:
         for (role, _), level in zip(rows, levels.tolist(), strict=True):
             by_role[role] = max(level, by_role.get(role, level))
         at = levels.argmax()
-        values = {"total": levels[at], "kept": kept[at], "most_kept": kept.max(), "gradients": gradients[at]}
+        values = {"total": levels[at], "kept": kept[at], "most_kept": most_kept, "gradients": gradients[at]}
         exact = {name: float(value) for name, value in values.items()}
         return Peak(by_role=by_role, all_gradients=all_gradients, **exact)
 
