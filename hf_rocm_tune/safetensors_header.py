@@ -13,7 +13,7 @@ LARGEST_BYTES = 100 << 20
 """Of a header: the library's own limit."""
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor of a file."""
 
     begin: int  # of its bytes in the file
@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def read_header(file: str | os.PathLike[str]) -> list[Entry]:
+def read_header(file: str | os.PathLike[str]) -> list[HeaderEntry]:
     """The tensors of a file, by place.
 
     Raises:
@@ -37,7 +37,7 @@ def read_header(file: str | os.PathLike[str]) -> list[Entry]:
         return parse_header(stream.read(length))
 
 
-def parse_header(header: bytes | bytearray) -> list[Entry]:
+def parse_header(header: bytes | bytearray) -> list[HeaderEntry]:
     """The tensors of a file by place, of its header without the eight bytes of its length.
 
     Raises:
@@ -46,7 +46,7 @@ def parse_header(header: bytes | bytearray) -> list[Entry]:
     data = 8 + len(header)
     try:
         return sorted(
-            Entry(
+            HeaderEntry(
                 data + int(row["data_offsets"][0]),
                 data + int(row["data_offsets"][1]),
                 name,

@@ -25,10 +25,20 @@ TEMPLATE = (
 TOKENS = 4  # of a picture
 
 
+def _save(config: Any, processor: Any, directory: Path) -> Path:
+    """A model with the same random weights each time, and its processor."""
+    from transformers import AutoModelForImageTextToText
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
 def build_llava(directory: Path, placeholder: str = "<image>") -> Path:
     """CLIP's vision tower on 28 x 28 pixels (4 patches), a projector, and Llama; ``placeholder``: its token."""
     from transformers import (
-        AutoModelForImageTextToText,
         CLIPImageProcessorPil,
         CLIPVisionConfig,
         LlamaConfig,
@@ -56,17 +66,12 @@ def build_llava(directory: Path, placeholder: str = "<image>") -> Path:
         image_token=placeholder,
         chat_template=TEMPLATE.replace("<image>", placeholder),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
-    processor.save_pretrained(directory)
-    return directory
+    return _save(config, processor, directory)
 
 
 def build_paligemma(directory: Path) -> Path:
     """SigLIP on 28 x 28 pixels (4 patches), and a Gemma that reads a prompt in both directions."""
     from transformers import (
-        AutoModelForImageTextToText,
         GemmaConfig,
         PaliGemmaConfig,
         PaliGemmaProcessor,
@@ -94,17 +99,12 @@ def build_paligemma(directory: Path) -> Path:
         vocab_size=vocabulary,
         **ids,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
-    processor.save_pretrained(directory)
-    return directory
+    return _save(config, processor, directory)
 
 
 def build_gemma3(directory: Path) -> Path:
     """SigLIP on 28 x 28 pixels (4 patches), and a Gemma 3 whose pictures read themselves in both directions."""
     from transformers import (
-        AutoModelForImageTextToText,
         Gemma3Config,
         Gemma3ImageProcessorPil,
         Gemma3Processor,
@@ -134,17 +134,12 @@ def build_gemma3(directory: Path) -> Path:
         **indices,
         **ids,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
-    processor.save_pretrained(directory)
-    return directory
+    return _save(config, processor, directory)
 
 
 def build_qwen3_vl(directory: Path) -> Path:
     """A tower that takes pictures of any size as patches, in one tensor for all rows, and a Qwen3."""
     from transformers import (
-        AutoModelForImageTextToText,
         Qwen2VLImageProcessorPil,
         Qwen3VLConfig,
         Qwen3VLProcessor,
@@ -175,11 +170,7 @@ def build_qwen3_vl(directory: Path) -> Path:
         **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()},
         **ids,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
-    processor.save_pretrained(directory)
-    return directory
+    return _save(config, processor, directory)
 
 
 def picture(number: int, size: tuple[int, int] = (40, 32), mode: str = "RGB") -> Any:

@@ -139,6 +139,13 @@ def test_what_is_wrong_once_is_computed_again_and_the_training_goes_on(
     assert (counted["layers"], counted["disagreements"], counted["recovered"]) == (1, 1, 1)
 
 
+def test_a_layer_with_relu_is_refused(make: Make, model_path: Any) -> None:
+    """Its derivative jumps: small OPTs were accused of what rounding did."""
+    trainer = make(model=AutoModelForCausalLM.from_pretrained(model_path, hidden_act="relu"), max_steps=1)
+    trainer.train()
+    assert "the derivative of ReLU jumps" in trainer.describe()["arithmetic"]["host_layers_refusal"]
+
+
 def test_the_training_is_the_same_with_and_without(make: Make) -> None:
     results = []
     for mode in ("every", "off"):

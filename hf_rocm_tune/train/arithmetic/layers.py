@@ -38,7 +38,15 @@ from hf_rocm_tune.train.arithmetic.bounds import roundoff
 from hf_rocm_tune.train.arithmetic.checks import ArithmeticChecks, Mode
 from hf_rocm_tune.train.arithmetic.checksums import HostWeights
 from hf_rocm_tune.train.arithmetic.layer_copy import EightBit, LayerCopy
-from hf_rocm_tune.train.arithmetic.rounding import WIDE, Chosen, Difference, OnHost, Rounding, compare, worst_choice
+from hf_rocm_tune.train.arithmetic.rounding import (
+    WIDE,
+    Chosen,
+    LayerDifference,
+    OnHost,
+    Rounding,
+    compare,
+    worst_choice,
+)
 from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
 from hf_rocm_tune.transfer import host_copy, map_tensors, tree_tensors
 
@@ -75,7 +83,7 @@ class Passed:
 
 
 @dataclass(kw_only=True)
-class Task:
+class LayerTask:
     """A layer's call, what the device made of it, and the host's part, which is computed by a thread."""
 
     call: LayerCall
@@ -106,7 +114,7 @@ class HostLayers:
         self._handles: list[Any] = []
         self._kept: set[int] = set()  # numbers of handles whose layers were called
         self._calls: list[LayerCall] = []
-        self._tasks: list[Task] = []
+        self._tasks: list[LayerTask] = []
         self._rows: list[dict[str, Any]] = []  # of the report
         self._worker: ThreadPoolExecutor | None = None
         self.failure = ""
@@ -163,7 +171,7 @@ class HostLayers:
         self._rows.append({"layer": name, "refusal": text})
         logger.info("%s", text)
 
-    def _begin(self, call: LayerCall) -> Task:
+    def _begin(self, call: LayerCall) -> LayerTask:
         if any(isinstance(module, nn.ReLU) for module in call.layer.modules()):  # OPT was accused wrongly
             raise ValueError("the derivative of ReLU jumps, so that rounding has no bound of first order")
         copied = LayerCopy(call.layer, self._weights.verified_copy, self._autocast())
@@ -176,7 +184,7 @@ class HostLayers:
         gradient = torch.randint(-128, 129, hidden.shape, generator=random, device="cpu").float() / 2048
         host_call = map_tensors((call.arguments, call.keywords), host_copy)
         gradient[:, _unseen(host_call, hidden.shape[1])] = 0
-        task = Task(call=call, copy=copied, gradient=gradient, unit=roundoff(dtype), dtype=dtype)
+        task = LayerTask(call=call, copy=copied, gradient=gradient, unit=roundoff(dtype), dtype=dtype)
         task.given = dict(copied.fill_zeros(random))
         task.found = self._on_device(task, task.given)
         if self._worker is None:
@@ -184,7 +192,7 @@ class HostLayers:
         task.future = self._worker.submit(_on_host, task, host_call)
         return task
 
-    def _on_device(self, task: Task, given: Mapping[str, Tensor]) -> Passed:
+    def _on_device(self, task: LayerTask, given: Mapping[str, Tensor]) -> Passed:
         """One pass; ``given``: values of trained weights by name, in place of the layer's own."""
         call, device, move = task.call, _hidden(task.call).device, self._trainer.mover.move_to
         chosen = Chosen()
@@ -245,7 +253,7 @@ class HostLayers:
             self._worker = None
         return verdict
 
-    def _compare_layer(self, task: Task) -> StepVerdict:
+    def _compare_layer(self, task: LayerTask) -> StepVerdict:
         report = self._trainer.transfer_report
         report.count("arithmetic", layers=1)
         differences = _differences(task)
@@ -284,7 +292,7 @@ class HostLayers:
         if self._collect(wait=True) == StepVerdict.END:
             raise CorruptionError(self.failure)
 
-    def _tell(self, task: Task, wrong: Sequence[Difference], kind: str, outcome: str, text: str) -> None:
+    def _tell(self, task: LayerTask, wrong: Sequence[LayerDifference], kind: str, outcome: str, text: str) -> None:
         what = ", ".join(f"{each.name} ({each.ratio:.3g} times)" for each in wrong[:3])
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         self.failure = (
@@ -428,7 +436,7 @@ def _through(layer: nn.Module, call: LayerCall, gradient: Tensor) -> dict[str, T
 # ---- on the host ------------------------------------------------------------------------------------------------
 
 
-def _on_host(task: Task, host_call: Any) -> None:
+def _on_host(task: LayerTask, host_call: Any) -> None:
     """Compute the layer in float32, and rounded at random; in a thread of its own."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -454,7 +462,7 @@ def _on_host(task: Task, host_call: Any) -> None:
     task.seconds = time.thread_time() - begun
 
 
-def _differences(task: Task) -> list[Difference]:
+def _differences(task: LayerTask) -> list[LayerDifference]:
     first, *rounded = task.on_host
     if first.tensors.keys() != task.found.tensors.keys():
         raise ValueError("other weights have gradients on the host than on the device")
@@ -469,7 +477,7 @@ def _differences(task: Task) -> list[Difference]:
     return found
 
 
-def _wrong(differences: Sequence[Difference]) -> list[Difference]:
+def _wrong(differences: Sequence[LayerDifference]) -> list[LayerDifference]:
     """The output first, then the gradients, the worst first."""
     found = [each for each in differences if each.width <= WIDE and not each.ratio <= 1.0]
     return sorted(found, key=lambda each: (each.name != _OUTPUT, -each.ratio))

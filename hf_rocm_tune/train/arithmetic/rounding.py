@@ -149,7 +149,7 @@ def plain_attention(
     return scores.softmax(-1) @ value
 
 
-class Difference(NamedTuple):
+class LayerDifference(NamedTuple):
     """How far a tensor of the device lies from the host's; ratios over what rounding explains."""
 
     name: str
@@ -163,7 +163,7 @@ class Difference(NamedTuple):
         return max(self.norm, self.row, self.scale)
 
 
-def compare(name: str, found: Tensor, wanted: Tensor, rounded: Sequence[Tensor], largest: float) -> Difference:
+def compare(name: str, found: Tensor, wanted: Tensor, rounded: Sequence[Tensor], largest: float) -> LayerDifference:
     """``found``: of the device; ``wanted``: in float32 on the host; ``rounded``: the same, rounded at random.
 
     ``largest``: number of the device's dtype; near it a tensor is not judged.
@@ -171,7 +171,7 @@ def compare(name: str, found: Tensor, wanted: Tensor, rounded: Sequence[Tensor],
     columns = wanted.shape[-1] if wanted.dim() > 1 else max(wanted.numel(), 1)
     wanted = wanted.reshape(-1, columns)
     if not wanted.numel() or not bool((wanted.abs() < largest / 8).all()):
-        return Difference(name, width=math.inf)
+        return LayerDifference(name, width=math.inf)
     error = found.reshape(-1, columns).float() - wanted
     noises = [each.reshape(-1, columns) - wanted for each in rounded]
     tiny = torch.finfo(torch.float32).tiny
@@ -180,11 +180,11 @@ def compare(name: str, found: Tensor, wanted: Tensor, rounded: Sequence[Tensor],
     whole, noise = float(size.norm()), float(rows.norm())
     relative = noise / max(whole, tiny)
     if not bool(error.isfinite().all()):
-        return Difference(name, norm=math.inf, width=NORM * relative)
+        return LayerDifference(name, norm=math.inf, width=NORM * relative)
     by_row = torch.linalg.vector_norm(error, dim=1) / (ROW * (rows + relative * size)).clamp_min(tiny)
     scale = max(_along(each, wanted) for each in noises)
     allowed = SCALE * max(scale, _SCALE_LEAST * relative)
-    return Difference(
+    return LayerDifference(
         name,
         norm=float(error.norm()) / max(NORM * noise, tiny),
         row=float(by_row.amax()),
@@ -198,7 +198,7 @@ def _along(error: Tensor, wanted: Tensor) -> float:
     return abs(float((error * wanted).sum() / wanted.square().sum().clamp_min(torch.finfo(torch.float32).tiny)))
 
 
-def worst_choice(chosen: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> Difference:
+def worst_choice(chosen: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> LayerDifference:
     """How much worse the experts that the device chose are than the host's best ones; scores over the last dim."""
     noise = max(float((each - wanted).abs().max()) for each in rounded)
     best = wanted.topk(chosen.shape[-1], dim=-1).values
@@ -207,4 +207,4 @@ def worst_choice(chosen: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> D
     lost = float(torch.where(finite, best - taken, 0.0).max())
     twice = bool((chosen.sort(dim=-1).values.diff(dim=-1) == 0).any())
     ratio = math.inf if twice else lost / max(NORM * noise, torch.finfo(torch.float32).tiny)
-    return Difference("the choice of experts", norm=ratio)
+    return LayerDifference("the choice of experts", norm=ratio)
