@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import PlanRequest, config_of, public_model
 from hf_rocm_tune.plan.ways import SplitPlan, even_counts, split_plan
+from tests import tiny
 
 MIB = 1 << 20
 Planned = Callable[..., SplitPlan]
@@ -113,3 +116,20 @@ def test_a_14b_in_bfloat16_needs_two_cards_of_20_gib_and_fits_them() -> None:
     assert found.fits and not found.option.fits
     assert sum(found.counts) == 40 and found.counts[0] < found.counts[1]
     assert sum(each.parts["weights"] for each in found.estimates) == pytest.approx(14.77e9 * 2, rel=0.01)
+
+
+def test_a_micro_batch_that_waits_between_its_passes_counts_with_its_masks(tmp_path: Path) -> None:
+    """On the second card of a pipeline; masks are freed when the forward pass of the whole model has returned."""
+    config = AutoConfig.from_pretrained(tiny.build("llama3", tmp_path))
+    config.num_hidden_layers = 4
+    request = PlanRequest(
+        methods=("lora",), length=320, effective_batch=12, micro_batch=2, checkpointing=False, rank=4, dtype="float32",
+        autocast=False, platform="cuda", triton=False, attention="eager", evaluates=False,
+    )  # fmt: skip
+    cards = [CardMemory(name="a card", usable=GIB, desktop=0, context=0)] * 2
+    whole = plan_for(request, card=cards[0], config=config)
+    alone, four = (split_plan(whole, cards=cards, counts=(2, 2), flights=flights) for flights in (1, 4))
+    each = (four.estimates[1].allocated - alone.estimates[1].allocated) / 3
+    mask = 2 * 320 * 320 * 4  # float32 [batch, 1, rows, keys]
+    kept = alone.estimates[1].parts["activations kept"]  # at the peak, in the backward pass: without masks
+    assert mask < each - kept < 1.1 * mask
