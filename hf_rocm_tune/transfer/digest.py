@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.machine.software import missing_for_triton
 from hf_rocm_tune.paths import cache_directory
 from hf_rocm_tune.transfer.interception import own_copies
@@ -142,7 +142,7 @@ class TensorGroup:
 
 
 _HOST = torch.device("cpu")
-_READINGS = 8  # of digests that differ each time they are read
+_READINGS = 32  # of digests that differ each time they are read
 
 
 class QueuedDigests:
@@ -188,9 +188,14 @@ class QueuedDigests:
 
         A digest crosses the link that it checks, and may arrive wrong; each reading crosses as other words, so that two
         zeroed or stale ones do not agree. Waits for the device.
+
+        Raises:
+            CorruptionError: no two readings agreed: nothing can be said about the memory.
         """
         found = self.result()
-        for reading in range(1, (_READINGS if self._on_device else 0) + 1):
+        if not self._on_device:
+            return found
+        for reading in range(1, _READINGS + 1):
             before, mask = found, mix(reading)
             for rows, sums in self._on_device:
                 with own_copies(), torch.inference_mode(False):
@@ -198,8 +203,12 @@ class QueuedDigests:
                 self._found.update((at, from_sums(row, size)) for (at, size), row in zip(rows, landed, strict=True))
             found = [self._found[at] for at in range(len(self._found))]
             if found == before:
-                break
-        return found
+                return found
+        devices = ", ".join(str(sums.device) for _, sums in self._on_device)
+        raise CorruptionError(
+            f"digests that {devices} sent to the host differed in each of {_READINGS} readings: copies from the device "
+            "arrive wrong. Nothing has been saved since; run the doctor"
+        )
 
 
 def _bytes_of(tensor: Tensor | TensorGroup) -> Tensor:

@@ -24,6 +24,7 @@ def test_writes_are_no_faults_and_flipped_bits_are(run_file: RunFile, card: dict
     assert found["flipped at the start"].startswith("MemoryFaultError: frozen weights"), found["flipped at the start"]
     assert found["replaced error"].startswith("CorruptionError"), found["replaced error"]
     assert found["state"].startswith("CorruptionError") and "weight in model.safetensors" in found["state"]
+    assert found["no digest"].startswith("CorruptionError: digests that cuda:0 sent"), found["no digest"]
     assert found["digests"] == found["number"] == found["engines"] == "fine"
     assert found["at once"] == found["at once, with faults"] == "fine"
 
