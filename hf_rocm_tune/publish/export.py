@@ -109,6 +109,8 @@ def export(model: Path, tools: Tools, say: Callable[[str], None], *, trust_remot
         entry = manifest.entry_of(plain)
         fields = readback.fields_of(plain)
         say(readback.check(fields, converted, tensors_of(plain)))
+        if spaces := readback.other_spaces(fields, converted):
+            say(spaces)
         arch = str(fields.get("general.architecture", ""))
         there = tensors_of(plain) | (tensors_of(seeing) if seeing else {})
         stored = (one for one in _stored(model, written.tensors) if seeing or not _SEEING.search(one[0]))

@@ -5,7 +5,8 @@ settings and the layers that attend to a window. A difference is named and the f
 llama.cpp reads ``<start_of_turn>`` as eleven letters and says nothing.
 
 Not compared: ``tokenizer.ggml.pre``, the name of the rule by which llama.cpp splits text. The converter takes it from
-the tokens of one sentence.
+the tokens of one sentence. Where llama.cpp sets other spaces before words than the tokenizer, that is said and the file
+is kept: see `other_spaces`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 import json
 import math
 import re
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +26,15 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # gguf
 _TYPE_NAMES = dict(enumerate(("normal", "unknown", "control", "user defined", "unused", "byte"), start=1))
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"
+_TEMPLATE_KEY = "tokenizer.chat_template"
+_NO_FILE = "no GGUF file can be made of it. Serve the merged directory with transformers or vLLM"
+_NORMALISED = "expert_weights_norm"
+_TOOLS = "tool_use"  # the name of the template for requests with tools, in transformers and llama.cpp
+_LETTERS = frozenset(string.ascii_letters + string.digits)
 # Every n-th layer attends to all tokens in llama.cpp, the others to a window; for files that do not say which.
 _ASSUMED_PERIOD = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gpt-oss": 2, "cohere2": 4, "exaone4": 4, "olmo2": 4}
+# Whether llama.cpp divides the weights of the chosen experts by their sum; for mixtures whose files do not say it.
+_ASSUMED_NORMALISED = {"qwen2moe": False, "olmoe": False} | dict.fromkeys(("qwen3moe", "qwen3next", "lfm2moe"), True)
 # Tokens at which llama.cpp stops because of their text (`llama_vocab::impl::load`).
 _ENDS_BY_TEXT = frozenset(
     {
@@ -83,15 +92,26 @@ def check(fields: Mapping[str, Any], model: Model, tensors: Mapping[str, Any]) -
     ``tensors`` gives the values of each tensor of the file, by name. A ``UsageError`` for a model that llama.cpp would
     compute otherwise than it was trained.
     """
-    if layers := _other_layers(fields, model):
-        raise UsageError(layers)
+    for otherwise in (_other_layers(fields, model), _other_routing(fields, model)):
+        if otherwise is not None:
+            raise UsageError(otherwise)
     if wrong := differences(fields, model, tensors):
         raise CorruptionError(
             f"the GGUF file differs from the merged model: {'; '.join(wrong[:3])} ({len(wrong)} in all): llama.cpp "
             "would read other text than was trained, so the file is not kept; --llama_cpp may name a newer llama.cpp"
         )
     words = "vocabulary, special tokens, chat template and settings"
-    return f"GGUF read back: {words} are the merged model's ({len(fields.get('tokenizer.ggml.tokens', ()))} tokens)"
+    said = f"GGUF read back: {words} are the merged model's ({len(fields.get('tokenizer.ggml.tokens', ()))} tokens)"
+    if further := sorted(set(_templates_of(model.tokenizer)) - {"default"}):
+        said += f". It has the chat templates default and {', '.join(further)}; llama.cpp uses {_used_of(further)}"
+    return said
+
+
+def _used_of(further: Sequence[str]) -> str:
+    """Which of several templates llama.cpp uses: it asks for ``tool_use`` alone (``common_chat_templates_init``)."""
+    if _TOOLS in further:
+        return f"{_TOOLS} for requests with tools, default for all others"
+    return "default alone"
 
 
 def differences(fields: Mapping[str, Any], model: Model, tensors: Mapping[str, Any]) -> list[str]:
@@ -230,18 +250,65 @@ def _special_tokens(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
         yield f"it {'puts' if adds else 'does not put'} the bos token before a text, unlike the tokenizer"
 
 
+def _templates_of(tokenizer: Any) -> dict[str, str]:
+    """The chat templates of a tokenizer by name; a single one is ``default``."""
+    given = tokenizer.chat_template
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {"default": given}
+
+
 def _template(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
-    there, wanted = fields.get("tokenizer.chat_template"), model.tokenizer.chat_template
-    if isinstance(wanted, dict):
-        wanted = wanted.get("default")
+    wanted = _templates_of(model.tokenizer)
+    yield from _one_template("chat template", fields.get(_TEMPLATE_KEY), wanted.pop("default", None))
+    for name, template in wanted.items():
+        letters = "".join(one if one in _LETTERS else "_" for one in name)  # as the converter writes a name
+        yield from _one_template(f"chat template {name}", fields.get(f"{_TEMPLATE_KEY}.{letters}"), template)
+
+
+def _one_template(named: str, there: str | None, wanted: str | None) -> Iterator[str]:
     if there == wanted:
         return
     if there is None or wanted is None:
-        yield f"it has {'no' if there is None else 'a'} chat template, unlike the tokenizer"
+        yield f"it has {'no' if there is None else 'a'} {named}, unlike the tokenizer"
         return
     lines = list(zip(there.splitlines(), wanted.splitlines(), strict=False))
     at = next((number for number, (one, other) in enumerate(lines) if one != other), len(lines))
-    yield f"line {at + 1} of its chat template is another"
+    yield f"line {at + 1} of its {named} is another"
+
+
+def other_spaces(fields: Mapping[str, Any], model: Model) -> str | None:
+    """In which texts llama.cpp sets other spaces than the tokenizer, for the user; None where none is known.
+
+    Of a SentencePiece vocabulary llama.cpp puts a space (``add_space_prefix``) or none before a text and after each
+    special token, also where the text begins with one; a tokenizer of transformers may do so before the first word
+    only (``"legacy": false``). Other vocabularies are not looked at.
+    """
+    if fields.get("tokenizer.ggml.model") != "llama":
+        return None
+    prefix = _SPACE if fields.get("tokenizer.ggml.add_space_prefix", True) else ""
+    tokenizer, end = model.tokenizer, model.tokenizer.eos_token
+    texts = {"a": f"{prefix}a", " a": f"{prefix}{_SPACE}a"}
+    if end is not None:
+        texts[f"{end}a"] = f"{end}{prefix}a"
+    for text, theirs in texts.items():
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ours = "".join(tokenizer.convert_ids_to_tokens(ids))
+        if ours != theirs:
+            break
+    else:
+        return None
+    rule = "a space" if prefix else "no space"
+    advice = ""
+    if prefix:
+        advice = (
+            "; with `--override-kv tokenizer.ggml.add_space_prefix=bool:false` it puts none, which is right for "
+            "conversations that begin with a special token"
+        )
+    return (
+        f"llama.cpp puts {rule} before a text and after each special token, the tokenizer does not always: it reads "
+        f"{text!r} as {ours!r}, llama.cpp as {theirs!r}, so some texts have other tokens there than in training{advice}"
+    )
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -259,6 +326,9 @@ def _settings(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
             continue
         if not math.isclose(there, wanted, rel_tol=1e-5):
             yield f"{arch}.{key} is {there:g} there, not {wanted:g}"
+    normalised, wanted = fields.get(f"{arch}.{_NORMALISED}"), getattr(model.config, "norm_topk_prob", None)
+    if normalised is not None and wanted is not None and bool(normalised) != bool(wanted):
+        yield f"{arch}.{_NORMALISED} is {bool(normalised)} there, not {bool(wanted)}"
 
 
 def _rope_settings(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -353,6 +423,17 @@ def _other_layers(fields: Mapping[str, Any], model: Model) -> str | None:
     wrong = [str(at) for at, (one, other) in enumerate(zip(theirs, window, strict=False)) if one != other]
     return (
         f"llama.cpp assumes for {arch} that other layers attend to a window than in this model (layers "
-        f"{listed(wrong)}), and would compute something else: no GGUF file can be made of it. Serve the merged "
-        "directory with transformers or vLLM"
+        f"{listed(wrong)}), and would compute something else: {_NO_FILE}"
+    )
+
+
+def _other_routing(fields: Mapping[str, Any], model: Model) -> str | None:
+    """Why llama.cpp would weigh a mixture's experts otherwise than the model does; None if it would not."""
+    arch = fields.get("general.architecture", "")
+    assumed, wanted = _ASSUMED_NORMALISED.get(arch), getattr(model.config, "norm_topk_prob", None)
+    if assumed is None or wanted is None or assumed == bool(wanted):
+        return None
+    return (
+        f"llama.cpp {'divides' if assumed else 'does not divide'} the weights of a {arch}'s chosen experts by their "
+        f"sum, and config.json has norm_topk_prob {wanted}, so it would compute something else: {_NO_FILE}"
     )

@@ -68,7 +68,7 @@ def tokenizer_files(base: Path, trained: Path, *, trust_remote_code: bool = Fals
     before = tokenizer_in(base, trust_remote_code=trust_remote_code)
     after = tokenizer_in(trained, trust_remote_code=trust_remote_code)
     if _vocabulary(before) == _vocabulary(after) and before.special_tokens_map == after.special_tokens_map:
-        files = _files(base)
+        files = _with_settings(_files(base), _files(trained), after)
     elif before.get_vocab().items() <= after.get_vocab().items():
         files = _extended(_files(base), _files(trained), after)
     else:
@@ -93,6 +93,10 @@ def _files(directory: Path) -> dict[str, bytes]:
         templates = {"default": files.pop(_TEMPLATE_FILE).decode()}
         templates |= {path.name.removesuffix(".jinja"): path.read_text(encoding="utf-8") for path in further}
         files[_CONFIG_FILE] = _as_json(_json(files.get(_CONFIG_FILE)) | {"chat_template": _by_name(templates)})
+    elif _TEMPLATE_FILE in files and "chat_template" in (config := _json(files.get(_CONFIG_FILE))):
+        # transformers reads the file alone, llama.cpp's converter the settings alone: the result has one template.
+        del config["chat_template"]
+        files[_CONFIG_FILE] = _as_json(config)
     return files
 
 
@@ -130,6 +134,16 @@ def _extended(base: Mapping[str, bytes], trained: Mapping[str, bytes], tokenizer
     if "special_tokens_map.json" in files:
         files["special_tokens_map.json"] = _as_json(dict(tokenizer.special_tokens_map))
     return _completed(files, tokenizer)
+
+
+def _with_settings(base: Mapping[str, bytes], trained: Mapping[str, bytes], tokenizer: Any) -> dict[str, bytes]:
+    """The base's files, with the run's ``tokenizer_config.json`` where the base has none.
+
+    llama.cpp's converter reads special tokens and the chat template of nothing without that file.
+    """
+    if _CONFIG_FILE in base or _CONFIG_FILE not in trained:
+        return dict(base)
+    return _completed({**base, _CONFIG_FILE: trained[_CONFIG_FILE]}, tokenizer)
 
 
 def _completed(files: Mapping[str, bytes], tokenizer: Any) -> dict[str, bytes]:

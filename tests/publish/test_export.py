@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -71,6 +70,7 @@ def letters() -> PreTrainedTokenizerFast:
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     strip = decoders.Strip(" ", 1, 0)
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokens = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     found = PreTrainedTokenizerFast(tokenizer_object=made, **tokens)
     found.chat_template = TEMPLATE
@@ -85,7 +85,12 @@ def made(kind: str, scratch: Path) -> tuple[Path, Path]:
     config = {
         "llama": lambda: LlamaConfig(**sizes),
         "mixtral": lambda: MixtralConfig(**sizes, **routed, num_local_experts=4),
-        "qwen3_moe": lambda: Qwen3MoeConfig(**sizes, **routed, num_experts=4, moe_intermediate_size=256),
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **sizes, **routed, num_experts=4, moe_intermediate_size=256, norm_topk_prob=True
+        ),
+        "qwen3_moe, not normalised": lambda: Qwen3MoeConfig(
+            **sizes, **routed, num_experts=4, moe_intermediate_size=256
+        ),
         "gpt_oss": lambda: GptOssConfig(**sizes, **routed, num_local_experts=4, rope_parameters=ROPE),
     }[kind]()
     config.initializer_range = 0.1  # so that no two tokens are about as likely
@@ -249,6 +254,37 @@ def test_the_file_holds_the_merged_model(kind: str, type_: str, tmp_path: Path, 
 
 
 @needs_converter
+def test_experts_that_llama_cpp_would_weigh_otherwise_are_refused(tmp_path: Path, merge: Any) -> None:
+    """Of a Qwen3 mixture llama.cpp takes ``norm_topk_prob`` for true; the default in transformers is false."""
+    where = str(converter_for("qwen2", tmp_path / "converter"))
+    code, _, err = merge("qwen3_moe, not normalised", "--gguf", "bf16", "--llama_cpp", where)
+    assert code == 2 and "norm_topk_prob False" in err.splitlines()[-1], err
+    assert not (tmp_path / "out" / "gguf").exists() and manifest.verify(tmp_path / "out") == []
+
+
+@needs_converter
+@pytest.mark.parametrize("spaces", ["before every text", "before the first word"])
+def test_spaces_that_llama_cpp_sets_otherwise_are_said(
+    spaces: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Phi-3's tokenizer (``"legacy": false``) puts a space before the first word only, llama.cpp also after a turn."""
+    base, adapter = made("llama", tmp_path)
+    if spaces == "before the first word":
+        tokenizer = letters()
+        tokenizer.backend_tokenizer.normalizer = None
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        tokenizer.save_pretrained(base)
+    code = cli.main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(base), "--gguf", "bf16", *_where()])
+    said = capsys.readouterr().err
+    assert code == 0, said
+    said = [line for line in said.splitlines() if "llama.cpp puts a space" in line]
+    if spaces == "before every text":
+        assert said == []
+    else:
+        (line,) = said
+        assert "' a' as '▁a', llama.cpp as '▁▁a'" in line and "add_space_prefix=bool:false" in line
+
+
 @needs_quantizer
 def test_a_quantised_file_is_as_near_as_its_bits_allow(tmp_path: Path, merge: Any) -> None:
     code, out, err = merge("llama", "--gguf")
@@ -335,8 +371,6 @@ def test_what_reads_pictures_is_not_missed_in_the_file_of_the_language_model(
             patch_size=14,
             chat_template=TEMPLATE,
         ).save_pretrained(tmp_path / name)
-        file = tmp_path / name / "tokenizer_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"add_bos_token": False}))
     argv = ["merge", str(tmp_path / "adapter"), str(tmp_path / "out"), "--base", str(tmp_path / "base")]
     code = cli.main([*argv, "--gguf", "f16", *_where()])
     said = capsys.readouterr().err

@@ -139,6 +139,29 @@ def test_further_templates_of_a_run_are_read_and_kept(published: Path, tmp_path:
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
 
 
+def test_an_older_template_in_the_settings_is_left_out_of_the_result(published: Path, tmp_path: Path) -> None:
+    """transformers reads ``chat_template.jinja`` where there is one, llama.cpp's converter the settings."""
+    base = shutil.copytree(published, tmp_path / "base")
+    content = json.loads((base / CONFIG).read_text()) | {"chat_template": "OLD"}
+    (base / CONFIG).write_text(json.dumps(content))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    out = done(adapted(base, tmp_path / "adapter", tokenizer), base, tmp_path / "out")
+    assert "chat_template" not in json.loads((out / CONFIG).read_text())
+    assert (out / "chat_template.jinja").read_text() == tokenizer.chat_template != "OLD"
+
+
+def test_settings_that_the_base_has_not_come_from_the_run(published: Path, tmp_path: Path) -> None:
+    """llama.cpp's converter reads no chat template without ``tokenizer_config.json``."""
+    base = shutil.copytree(published, tmp_path / "base")
+    (base / CONFIG).unlink()
+    (base / "tokenizer.model").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    out = done(adapted(base, tmp_path / "adapter", tokenizer), base, tmp_path / "out")
+    there = json.loads((out / CONFIG).read_text())["added_tokens_decoder"]
+    assert {int(number) for number in there} == set(tokenizer.added_tokens_decoder)
+    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
 # ---- where an answer ends -------------------------------------------------------------------------------------------
 
 

@@ -5,9 +5,11 @@ llama.cpp's converter is in the development environment (the package ``convert-h
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import random
 import shutil
@@ -176,6 +178,32 @@ def test_layers_that_llama_cpp_would_take_for_others_are_refused(
     assert not (out / "gguf").exists()
 
 
+TOOLS = "TOOLS {{ tools | length }}\n" + TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def two_templates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A merged Gemma with a template for tools beside the default one, its GGUF file, and what the command said."""
+    scratch = tmp_path_factory.mktemp("templates")
+    base = gemma(scratch)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text(TOOLS)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code, out = merged(base, scratch, "--gguf", "bf16")
+    assert code == 0, said.getvalue()
+    return out, said.getvalue()
+
+
+def test_a_template_for_tools_is_in_the_file_and_which_one_llama_cpp_uses_is_said(
+    two_templates: tuple[Path, str],
+) -> None:
+    out, said = two_templates
+    fields = readback.fields_of(next((out / "gguf").glob("*.gguf")))
+    assert fields["tokenizer.chat_template"] == TEMPLATE and fields["tokenizer.chat_template.tool_use"] == TOOLS
+    assert "the chat templates default and tool_use; llama.cpp uses tool_use for requests with tools, default" in said
+
+
 # ---- harms ----------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +240,24 @@ def test_a_file_that_says_something_else_is_not_kept(
     harm: str, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, change, named = HARMS[harm]
-    out = Path(shutil.copytree(converted, tmp_path / "out", ignore=shutil.ignore_patterns("gguf")))
+    refused = export_with_harm(converted, tmp_path, monkeypatch, key, change)
+    assert named in refused, refused
+
+
+def test_a_changed_template_for_tools_is_found_by_its_name(
+    two_templates: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "tokenizer.chat_template.tool_use"
+    out, _ = two_templates
+    refused = export_with_harm(out, tmp_path, monkeypatch, key, lambda f: strings(f, 0).__setitem__(0, 0x78))
+    assert "line 1 of its chat template tool_use is another" in refused, refused
+
+
+def export_with_harm(
+    converted: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, key: str, change: Callable[[Any], None]
+) -> str:
+    """Export a merged model again by a converter whose file has one field changed; gives the refusal."""
+    out = Path(shutil.copytree(converted, scratch / "out", ignore=shutil.ignore_patterns("gguf")))
     gguf: Any = importlib.import_module("gguf")
 
     def convert_and_harm(command: list[str], **_: Any) -> None:
@@ -227,8 +272,8 @@ def test_a_file_that_says_something_else_is_not_kept(
     tools = export.Tools(kind="bf16", converter=Path("x"), quantizer=None)
     with pytest.raises(CorruptionError) as refused:
         export.export(out, tools, lambda _: None)
-    assert named in str(refused.value), refused.value
     assert not (out / "gguf").exists() and manifest.verify(out) == []
+    return str(refused.value)
 
 
 @pytest.mark.long
