@@ -364,7 +364,7 @@ def served(
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     command = [str(programs / "llama-server"), "-m", str(file), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["-c", "512", "-t", "2", "--no-warmup", "--jinja", "-np", "1", *_EXACT]
+    command += ["-c", "512", "-t", "1", "--no-warmup", "--jinja", "-np", "1", *_EXACT]
     command += [*(["--lora", str(adapter)] if adapter is not None else []), *more]
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, when the server has ended
     process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -397,7 +397,7 @@ def served(
 def perplexity_there(programs: Path, file: Path, adapter: Path | None, text: Path) -> tuple[float, int]:
     """The perplexity of a text, and over how many chunks: the log may lose its last lines on a busy machine."""
     command = [str(programs / "llama-perplexity"), "-m", str(file), "-f", str(text), "-c", str(CONTEXT), "-b", "512"]
-    command += ["-t", "2", "--no-warmup", *_EXACT, *(["--lora", str(adapter)] if adapter is not None else [])]
+    command += ["-t", "1", "--no-warmup", *_EXACT, *(["--lora", str(adapter)] if adapter is not None else [])]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     said = done.stdout + done.stderr
     wanted, running = re.search(r"over (\d+) chunks", said), re.findall(r"\[(\d+)\]([\d.]+)", said)

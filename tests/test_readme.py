@@ -26,7 +26,15 @@ OTHERS = {
     *("accelerate_config", "stall_seconds", "public", "desktop_gib", "help_all", "gguf", "llama_cpp"),
     *("cards", "host_gib", "link_gb_s", "logging_inf_nan_filter", "seq", "emit", "json", "method", "trainer"),
 }
-FOREIGN = {"enable-lora", "max-lora-rank", "lora", "upgrade", "upgrade-package"}  # of vLLM, llama.cpp, pip and uv
+FOREIGN = {
+    "enable-lora",
+    "max-lora-rank",
+    "lora",
+    "override-kv",
+    "jinja",
+    "upgrade",
+    "upgrade-package",
+}  # of other programs
 BLOCKS = re.findall(r"<!-- run(?:: (\w+))? -->\n```(bash|python)\n(.*?)```", PROSE, flags=re.DOTALL)
 
 
