@@ -251,14 +251,14 @@ def test_what_must_come_before_torch_does_not_bring_it() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("transfer.copies", "from hf_rocm_tune.train.trainer import VerifiedTransferMixin"),
-        ("transfer.copies", "def lazily():\n    from hf_rocm_tune import train"),
+        ("transfer.staging", "from hf_rocm_tune.train.trainer import VerifiedTransferMixin"),
+        ("transfer.staging", "def lazily():\n    from hf_rocm_tune import train"),
         ("data.loader", "def lazily():\n    from ..models.loading import load"),
         ("data.loader", "from hf_rocm_tune import VerifiedSFTTrainer"),
         ("train.trainer", "from hf_rocm_tune.sft import main"),
         ("sft", "from hf_rocm_tune.cli import main"),
         ("errors", "import importlib\nimportlib.import_module('hf_rocm_tune.machine')"),
-        ("transfer.copies", "import accelerate.utils"),
+        ("transfer.staging", "import accelerate.utils"),
         ("plan.estimate", "import torch"),
         ("machine.variables", "import torch.cuda"),
     ],

@@ -28,7 +28,7 @@ from hf_rocm_tune.cards.preflight import GradSync
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.host_group import averages_group
 from hf_rocm_tune.transfer import Mover
-from hf_rocm_tune.transfer.copies import Fetched, Fetcher
+from hf_rocm_tune.transfer.to_host import Fetched, Fetcher
 
 Compression = Literal["none", "fp16", "bf16", "powersgd"]
 GradBucket = Any

@@ -25,8 +25,8 @@ from hf_rocm_tune.models.split import Crossing, Hops, SplitMover, layer_stack
 from hf_rocm_tune.models.tensors import tensors_of
 from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.transfer import Mover
-from hf_rocm_tune.transfer.copies import Fetcher
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
+from hf_rocm_tune.transfer.to_host import Fetcher
 
 logger = logging.getLogger(__name__)
 

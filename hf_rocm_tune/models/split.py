@@ -25,16 +25,16 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.classes import without_weights
 from hf_rocm_tune.models.recompute import keep_hooks_outside
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
-from hf_rocm_tune.transfer.copies import Fetched, Fetcher
 from hf_rocm_tune.transfer.raw_bytes import named_tensors
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
+from hf_rocm_tune.transfer.retry import THROUGH_HOST, Route, copy_again
+from hf_rocm_tune.transfer.to_host import Fetched, Fetcher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 FLAG = "--split_layers"
 AUTO = "auto"
-_TRIES = 3
 
 
 # ---- which layer is on which card --------------------------------------------------------------------------------
@@ -337,20 +337,30 @@ class Crossing:
         """Through the host. Digests of all three places are the same, or it is done again."""
         mover = self._mover
         fetch = mover.cards[source].fetched if fetcher is None else partial(fetcher.fetched, mark=mark)
-        for _ in range(_TRIES):
+        moved = tensor
+
+        def cross(_: int = 0, __: Route | None = None) -> bool:
+            nonlocal moved
             with fetch(tensor, name=f"{name}.from{source}", stage=BETWEEN_CARDS) as fetched:
-                where = f"{name}.to{target}"
-                moved = mover.cards[target].move(fetched.host, name=where, stage=BETWEEN_CARDS, transient=True)
+                moved = mover.cards[target].move(
+                    fetched.host, name=f"{name}.to{target}", stage=BETWEEN_CARDS, transient=True
+                )
                 arrived = mover.cards[target].digest_of(moved)
-            if fetched.digest is None or arrived is None or fetched.digest == arrived:
-                return moved
-            mover.report.add(BETWEEN_CARDS, mismatches=1, recovered=1)
-            row = {"step": mover.step, "stage": BETWEEN_CARDS, "tensor": name, "kind": "changed on the host"}
-            mover.report.incident({**row, "outcome": "sent again"})
-        raise CorruptionError(
-            f"{BETWEEN_CARDS} tensor '{name}' changed in host memory between card {source} and card {target}, "
-            f"{_TRIES} times: run a memory test of this machine, and the doctor"
-        )
+            return fetched.digest is None or arrived is None or fetched.digest == arrived
+
+        if cross():
+            return moved
+        ended = copy_again(THROUGH_HOST, cross, on_corruption=mover.cards[source].settings.on_corruption)
+        recovered = ended.outcome == "recovered"
+        mover.report.add(BETWEEN_CARDS, mismatches=1, recovered=int(recovered))
+        row = {"step": mover.step, "stage": BETWEEN_CARDS, "tensor": name, "kind": "changed on the host"}
+        mover.report.incident({**row, "retry": ended.route.name, "outcome": ended.outcome})
+        if not recovered:
+            raise CorruptionError(
+                f"{BETWEEN_CARDS} tensor '{name}' changed in host memory between card {source} and card {target}, and "
+                f"{ended.why}: run a memory test of this machine, and the doctor"
+            )
+        return moved
 
 
 class _Hop(torch.autograd.Function):

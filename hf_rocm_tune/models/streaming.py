@@ -24,10 +24,10 @@ from hf_rocm_tune.models.split import SplitMover, layer_stack
 from hf_rocm_tune.models.streamed import FLAG, LAYER_BUFFERS_A_CARD, Streamed
 from hf_rocm_tune.models.tensors import LAYER_BUFFERS, Place, places_of
 from hf_rocm_tune.transfer import combine, tree_tensors
-from hf_rocm_tune.transfer.copies import ALIGNMENT, Segment
 from hf_rocm_tune.transfer.digest import digest_range
 from hf_rocm_tune.transfer.layer_buffer import ADVICE, Content, LayerBuffer
 from hf_rocm_tune.transfer.raw_bytes import typed_view
+from hf_rocm_tune.transfer.to_device import ALIGNMENT, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -613,7 +613,7 @@ def little_room(spare: float, card: CardMemory) -> str | None:
 
 # Assumed: system and desktop session; Python, torch, ROCm runtime and kernels of one process; one data loader worker.
 SYSTEM_BYTES, PROCESS_BYTES, WORKER_BYTES = 5 * GIB // 2, 3 * GIB, GIB // 2
-#: The page-locked ring of the verified transfer: 4 slots of 32 MiB (``transfer/copies.py``).
+#: The page-locked ring of the verified transfer: 4 slots of 32 MiB (``transfer/staging.py``).
 RING_BYTES = 4 * 32 * (1 << 20)
 
 

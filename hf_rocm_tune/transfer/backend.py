@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer.digest import Digest, digest, digest_on_device, from_sums
+from hf_rocm_tune.transfer.digest import Digest, Readback, digest, digest_on_device
 from hf_rocm_tune.transfer.interception import own_copies
 from hf_rocm_tune.transfer.raw_bytes import ordinary
 
@@ -268,11 +268,7 @@ class AcceleratorBackend:
 
     def _digest_on(self, stream: torch.cuda.Stream, target: Tensor, word_offset: int = 0) -> Queued:
         with self._queue(stream):
-            sums = digest_on_device(target, word_offset)
-            with ordinary():
-                pinned = torch.empty(2, dtype=torch.int64, pin_memory=True)
-            pinned.copy_(sums, non_blocking=True)
-            return _EventDigest(stream.record_event(), pinned, target.numel())
+            return _QueuedDigest(digest_on_device(target, word_offset), target.numel())
 
     def read_back(self, target: Tensor) -> Tensor:
         with self._queue():
@@ -303,14 +299,20 @@ class _EventTicket:
         self.event.synchronize()
 
 
-class _EventDigest(_EventTicket):
-    def __init__(self, event: torch.cuda.Event, pinned: Tensor, nbytes: int) -> None:
-        super().__init__(event)
-        self._pinned, self._nbytes = pinned, nbytes
+class _QueuedDigest:
+    def __init__(self, sums: Tensor, nbytes: int) -> None:
+        self._readback, self._nbytes = Readback(sums), nbytes
+
+    def done(self) -> bool:
+        return self._readback.done()
+
+    def join(self) -> None:
+        self._readback.join()
 
     def result(self) -> Digest:
-        self.event.synchronize()
-        return from_sums(self._pinned, self._nbytes)
+        self._readback.join()
+        (found,) = self._readback.digests([self._nbytes])
+        return found
 
 
 def backend_for(device: torch.device) -> Backend:

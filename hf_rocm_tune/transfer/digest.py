@@ -44,7 +44,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.machine.software import missing_for_triton
 from hf_rocm_tune.paths import cache_directory
 from hf_rocm_tune.transfer.interception import own_copies
-from hf_rocm_tune.transfer.raw_bytes import as_bytes, dense, plain
+from hf_rocm_tune.transfer.raw_bytes import as_bytes, dense, ordinary, plain
 
 BLOCK_WORDS = 1 << 16
 """Words per block of the definition; also the host's working set: 256 KiB of input, 512 KiB of table."""
@@ -59,6 +59,7 @@ _FEW_ROWS = 2
 GROUP_BYTES = 32 << 20
 """The most bytes of small tensors that belong into a `TensorGroup`: the size of a temporary."""
 
+_HOST = torch.device("cpu")
 _M64 = 0xFFFFFFFFFFFFFFFF
 T = TypeVar("T", int, Tensor)
 
@@ -108,14 +109,41 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
     """
     if tensor.device.type == "cpu":
         return Digest(*_host_sums(as_bytes(dense(tensor)), word_offset), tensor.nbytes)
-    return from_sums(digest_on_device(tensor, word_offset), tensor.nbytes)
+    readback = Readback(digest_on_device(tensor, word_offset))
+    readback.join()
+    (found,) = readback.digests([tensor.nbytes])
+    return found
 
 
-def from_sums(sums: Tensor, nbytes: int) -> Digest:
-    """The digest from the int64[2] tensor of `digest_on_device`; waits for the device."""
-    with own_copies():
-        s1, s2 = sums.tolist()
-    return Digest(s1 & _M64, s2 & _M64, nbytes)
+class Readback:
+    """Sums of digests on their way to the host, queued on the current stream behind what computes them.
+
+    They land in page-locked memory of their own; what is queued later does not delay them.
+    """
+
+    def __init__(self, sums: Tensor) -> None:
+        """``sums``: int64[2] or int64[n, 2] on an accelerator, see `digest_on_device`."""
+        with torch.cuda.device(sums.device), ordinary(), own_copies():
+            self._landed = torch.empty(sums.shape, dtype=torch.int64, device=_HOST, pin_memory=True)
+            self._landed.copy_(sums, non_blocking=True)
+            self._event = torch.cuda.current_stream().record_event()
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def join(self) -> None:
+        """Wait until the sums have landed."""
+        self._event.synchronize()
+
+    def digests(self, sizes: Sequence[int]) -> list[Digest]:
+        """Valid once they are `done`, or after `join`; ``sizes``: of what was digested, in bytes."""
+        return _as_digests(self._landed, sizes)
+
+
+def _as_digests(sums: Tensor, sizes: Sequence[int]) -> list[Digest]:
+    """From int64[2 n] or int64[n, 2] on the host, as two's complement."""
+    rows: list[list[int]] = sums.view(-1, 2).tolist()
+    return [Digest(s1 & _M64, s2 & _M64, size) for (s1, s2), size in zip(rows, sizes, strict=True)]
 
 
 class TensorGroup:
@@ -141,7 +169,6 @@ class TensorGroup:
         return torch.cat(words).view(torch.uint8)
 
 
-_HOST = torch.device("cpu")
 _READINGS = 32  # of digests that differ each time they are read
 
 
@@ -153,35 +180,36 @@ class QueuedDigests:
 
     def __init__(self, tensors: Sequence[Tensor | TensorGroup]) -> None:
         self._found: dict[int, Digest] = {}
-        self._pinned: list[tuple[list[tuple[int, int]], Tensor, torch.cuda.Event]] = []
-        self._on_device: list[tuple[list[tuple[int, int]], Tensor]] = []
+        self._on_device: list[tuple[list[int], list[int], Tensor]] = []  # places in `tensors`, sizes, sums
+        self._pending: list[tuple[list[int], list[int], Readback]] = []
         for device in {each.device for each in tensors}:
-            mine = [(at, each) for at, each in enumerate(tensors) if each.device == device]
+            places = [at for at, each in enumerate(tensors) if each.device == device]
+            mine = [tensors[at] for at in places]
+            sizes = [each.nbytes for each in mine]
             if device.type == "cpu":
-                self._found.update((at, Digest(*_host_sums(_bytes_of(each)), each.nbytes)) for at, each in mine)
+                self._keep(places, [Digest(*_host_sums(_bytes_of(each)), each.nbytes) for each in mine])
                 continue
             with torch.cuda.device(device), torch.inference_mode(False), own_copies():
                 sums = torch.zeros(len(mine), 2, dtype=torch.int64, device=device)
-                for row, (_, each) in zip(sums, mine, strict=True):
+                for row, each in zip(sums, mine, strict=True):
                     _chosen(device)[0](_bytes_of(each), 0, row)
-                pinned = torch.empty(sums.shape, dtype=torch.int64, device=_HOST, pin_memory=True)
-                pinned.copy_(sums, non_blocking=True)
-                event = torch.cuda.current_stream(device).record_event()
-            rows = [(at, each.nbytes) for at, each in mine]
-            self._pinned.append((rows, pinned, event))
-            self._on_device.append((rows, sums))
+            self._pending.append((places, sizes, Readback(sums)))
+            self._on_device.append((places, sizes, sums))
 
     def done(self) -> bool:
         """Whether `result` will not wait."""
-        return all(event.query() for _, _, event in self._pinned)
+        return all(readback.done() for _, _, readback in self._pending)
 
     def result(self) -> list[Digest]:
-        for rows, pinned, event in self._pinned:
-            if not event.query():
-                event.synchronize()
-            self._found.update((at, from_sums(row, size)) for (at, size), row in zip(rows, pinned, strict=True))
-        self._pinned = []
+        for places, sizes, readback in self._pending:
+            if not readback.done():
+                readback.join()
+            self._keep(places, readback.digests(sizes))
+        self._pending = []
         return [self._found[at] for at in range(len(self._found))]
+
+    def _keep(self, places: list[int], digests: list[Digest]) -> None:
+        self._found.update(zip(places, digests, strict=True))
 
     def confirmed(self) -> list[Digest]:
         """As `result`, read from the device until two readings in succession agree, at most `_READINGS` times.
@@ -197,14 +225,14 @@ class QueuedDigests:
             return found
         for reading in range(1, _READINGS + 1):
             before, mask = found, mix(reading)
-            for rows, sums in self._on_device:
+            for places, sizes, sums in self._on_device:
                 with own_copies(), torch.inference_mode(False):
                     landed = (sums ^ mask).cpu() ^ mask  # device: the engine's own
-                self._found.update((at, from_sums(row, size)) for (at, size), row in zip(rows, landed, strict=True))
-            found = [self._found[at] for at in range(len(self._found))]
+                self._keep(places, _as_digests(landed, sizes))
+            found = self.result()
             if found == before:
                 return found
-        devices = ", ".join(str(sums.device) for _, sums in self._on_device)
+        devices = ", ".join(str(sums.device) for _, _, sums in self._on_device)
         raise CorruptionError(
             f"digests that {devices} sent to the host differed in each of {_READINGS} readings: copies from the device "
             "arrive wrong. Nothing has been saved since; run the doctor"

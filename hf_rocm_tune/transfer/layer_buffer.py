@@ -11,9 +11,10 @@ from typing import Any
 
 from hf_rocm_tune.errors import MemoryFaultError, SourceChangedError
 from hf_rocm_tune.transfer.backend import Backend, Queued
-from hf_rocm_tune.transfer.copies import Segment, Sender, Session, Transfer
 from hf_rocm_tune.transfer.digest import Digest
-from hf_rocm_tune.transfer.retry import RetryPolicy
+from hf_rocm_tune.transfer.staging import Session
+from hf_rocm_tune.transfer.to_device import Segment, Sender, Transfer
+from hf_rocm_tune.transfer.verifier import Verifier
 
 STAGE = "streamed"
 ADVICE = "The same command continues from the newest checkpoint; if it happens again, run the doctor and a memory test"
@@ -33,8 +34,8 @@ class Content:
 class LayerBuffer:
     """One piece of device memory. `send` and `wait_verified` alternate; each may be called from any thread."""
 
-    def __init__(self, nbytes: int, backend: Backend, sender: Sender, retries: RetryPolicy, session: Session) -> None:
-        self._backend, self._sender, self._retries, self._session = backend, sender, retries, session
+    def __init__(self, nbytes: int, backend: Backend, sender: Sender, verifier: Verifier, session: Session) -> None:
+        self._backend, self._sender, self._verifier, self._session = backend, sender, verifier, session
         self.memory = backend.allocate(nbytes, long_lived=True)  # uint8[nbytes], once
         self._holds: Content | None = None  # verified
         self._leaving: tuple[Content, Queued] | None = None
@@ -54,7 +55,7 @@ class LayerBuffer:
         if self._holds is not None:
             self._leaving = self._holds, self._backend.digest(self.memory[: self._holds.nbytes])
             self._holds = None
-        self._sender.send(transfer, memory, self._retries.route, attempt=0)
+        self._sender.send(transfer, memory, self._verifier.route, attempt=0)
         self._pending = content, transfer, self._backend.digest(memory) if verify else None
 
     def wait_verified(self) -> None:
@@ -70,7 +71,7 @@ class LayerBuffer:
             (left, found), self._leaving = self._leaving, None
             self._require(left, found)
         try:
-            self._retries.finish(transfer, self.memory[: content.nbytes], arrived)
+            self._verifier.finish(transfer, self.memory[: content.nbytes], arrived)
         except SourceChangedError as error:
             raise MemoryFaultError(f"streamed weights changed in host memory: {content.name}", ADVICE) from error
         self._holds = content if transfer.verify else None

@@ -16,18 +16,6 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, TuneError, UsageError
 from hf_rocm_tune.transfer.backend import Backend, Label, Part, backend_for
-from hf_rocm_tune.transfer.copies import (
-    Fetched,
-    Fetcher,
-    Ring,
-    Segment,
-    Sender,
-    Session,
-    StagedBatch,
-    Transfer,
-    TransferSettings,
-    stage_batch,
-)
 from hf_rocm_tune.transfer.digest import Digest, QueuedDigests, digest
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.interception import own_copies, serve, stop_serving
@@ -47,7 +35,11 @@ from hf_rocm_tune.transfer.raw_bytes import (
     typed_view,
 )
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, TransferReport
-from hf_rocm_tune.transfer.retry import RetryPolicy
+from hf_rocm_tune.transfer.staged_batch import StagedBatch, stage_batch
+from hf_rocm_tune.transfer.staging import Ring, Session, TransferSettings
+from hf_rocm_tune.transfer.to_device import Segment, Sender, Transfer
+from hf_rocm_tune.transfer.to_host import Fetched, Fetcher
+from hf_rocm_tune.transfer.verifier import Verifier
 
 STREAMED = "streamed: equal to its source on each arrival"
 
@@ -129,7 +121,7 @@ class Mover:
         slot_bytes = self.settings.slot_bytes or plain.default_slot_bytes
         self._sender = Sender(self._backend, Ring(self._backend, slot_bytes=slot_bytes, slots=self.settings.slots))
         self._session = Session(self.settings, self.report, self._faulty)
-        self._retries = RetryPolicy(self._backend, self._sender, self._session)
+        self._verifier = Verifier(self._backend, self._sender, self._session)
         self._fetcher = Fetcher(plain, self._session)
         self._registry: Registry[Entry] = Registry()
         self._staged: Registry[StagedBatch] = Registry()  # of host memory
@@ -170,7 +162,7 @@ class Mover:
         segment = Segment(name, tensor, 0, None if where is None else where.file)
         transfer = self._new_transfer(stage, [segment], tensor)
         buffer = self._backend.allocate(transfer.nbytes, long_lived=not transient)
-        self._sender.send(transfer, buffer, self._retries.route, attempt=0)
+        self._sender.send(transfer, buffer, self._verifier.route, attempt=0)
         segment.digest = arrived = transfer.expected
         self._finish(transfer, buffer)
         with ordinary():
@@ -245,7 +237,7 @@ class Mover:
         else:
             buffer = as_bytes(in_a_row)
             self._backend.follow(self._backend.mark())  # what was queued before may still use the memory
-        self._sender.send(transfer, buffer, self._retries.route, attempt=0)
+        self._sender.send(transfer, buffer, self._verifier.route, attempt=0)
         segment.digest = transfer.expected
         self._finish(transfer, buffer)
         if order is None:
@@ -368,7 +360,7 @@ class Mover:
 
     def layer_buffer(self, nbytes: int) -> LayerBuffer:
         """Device memory for contents that replace each other, which counts as verified because each of them is."""
-        found = LayerBuffer(nbytes, self._backend, self._sender, self._retries, self._session)
+        found = LayerBuffer(nbytes, self._backend, self._sender, self._verifier, self._session)
         full = self.settings.verify == "full"
         self._registry.put(found.memory, Entry("transferred", STREAMED) if full else self._not_verified())
         return found
@@ -398,7 +390,7 @@ class Mover:
         ]
         transfer = self._new_transfer(stage, segments, source)
         buffer = self._backend.allocate(max(transfer.nbytes, 1), long_lived=False)
-        self._sender.send(transfer, buffer[: transfer.nbytes], self._retries.route, attempt=0)
+        self._sender.send(transfer, buffer[: transfer.nbytes], self._verifier.route, attempt=0)
         if transfer.verify:
             transfer.arrived = self._backend.digest(buffer[: transfer.nbytes])
         # The staged batch may have changed since; the digest of what was sent shows it.
@@ -470,7 +462,7 @@ class Mover:
     def _finish(self, transfer: Transfer, buffer: Tensor) -> None:
         try:
             with self._keeping_failure():
-                self._retries.finish(transfer, buffer)
+                self._verifier.finish(transfer, buffer)
         except CorruptionError as failure:
             transfer.failure = failure
             raise

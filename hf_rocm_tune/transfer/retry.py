@@ -1,25 +1,25 @@
-"""The retry policy: after a mismatch the damage is examined and the data is sent again in ever simpler ways."""
+"""The retry policy of both directions: what arrived wrong is copied again, in ever simpler ways, until it is right."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import Counter, deque
-from dataclasses import replace
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from torch import Tensor
 
-from hf_rocm_tune.errors import CorruptionError, SourceChangedError
-from hf_rocm_tune.transfer.backend import Backend, Queued
-from hf_rocm_tune.transfer.copies import DIRECT, Route, Segment, Sender, Session, Transfer
-from hf_rocm_tune.transfer.damage import POISON, Damage, examine
-from hf_rocm_tune.transfer.raw_bytes import as_bytes
-from hf_rocm_tune.transfer.report import own_origin
+@dataclass(frozen=True)
+class Route:
+    """A way to send: staging memory (``ring``, ``fresh`` or ``pageable``), blocking or not, and the chunk size."""
 
-ROUTES = (
+    name: str
+    staging: str = "ring"
+    blocking: bool = False
+    chunk_bytes: int | None = None
+
+
+FIRST_COPY = Route("first_copy")
+
+TO_DEVICE = (
     Route("same_copy"),
     Route("fresh_slot", staging="fresh"),
     Route("synchronous", blocking=True),
@@ -28,164 +28,33 @@ ROUTES = (
 )
 """In order; each fills the destination with poison first, and is verified like the first copy."""
 
-Findings = list[tuple[Segment, Damage]]
+FROM_DEVICE = (Route("same_copy", blocking=True), Route("pageable", staging="pageable", blocking=True))
+"""In order; each is verified, beside a new digest of the device's bytes, for the first may have been read wrongly."""
 
-_KEPT_AFTER = 3  # recoveries by the same route after which it is used from the start
-_REMEMBERED_BYTES = 64 << 10
-_LATE = Damage()
-# Causes of wrong host-to-device transfers, by the kinds of damage for which each has been reported, the least alignment
-# of its offset, the cause and its public source.
-CAUSES = (
-    (("zeros",), 4 << 10,
-     "virtual-memory mapping (expandable_segments or a stream-ordered allocator): whole segments read as zeros",
-     "ROCm/ROCm#6603, rocm-systems#10943"),
-    (("zeros", "poison", "late"), 1, "fresh mapping visible late, stores lost", "rocm-systems#11693"),
-    (("zeros",), 1, "page-locked memory allocated and freed by many processes at once", "rocm-systems#5815"),
-    (("stale",), 1, "staging memory rewritten before its copy had ended", "pytorch/tutorials#3261"),
-    (("stale", "late", "mixed", "other"), 1, "memory used on another stream without a wait", "ComfyUI#10501"),
-    (("mixed", "other"), 1, "kernel and driver mix that is not supported", "ROCm/ROCm#6123"),
-    (("bit_flip", "other"), 1, "marginal hardware: overclocking, undervolting, riser; GDDR6 has no ECC",
-     "rocm-libraries#12344"),
-)  # fmt: skip
+THROUGH_HOST = (Route("same_copy"), Route("same_copy"))
+"""From one card to another, both halves again."""
 
 
-def likely_causes(damage: Damage, device_type: str) -> list[str]:
-    """Causes that fit, with their sources in brackets. A CPU run has none of an accelerator's."""
-    if device_type == "cpu":
-        return ["marginal hardware (rocm-libraries#12344)"]
-    return [
-        f"{text} ({source})"
-        for kinds, alignment, text, source in CAUSES
-        if damage.kind in kinds and (not damage.first_offset or damage.alignment >= alignment)
-    ]
+@dataclass(frozen=True)
+class Retried:
+    """How a mismatch ended; ``route``: the one that was used last; ``why``: it was not recovered, for the error."""
+
+    route: Route
+    outcome: Literal["recovered", "stopped", "failed"]
+    why: str = ""
 
 
-class RetryPolicy:
-    """Recovers transfers in place, and keeps a route that repeatedly worked: ``route``, that of first attempts."""
+def copy_again(routes: Sequence[Route], attempt: Callable[[int, Route], bool], *, on_corruption: str) -> Retried:
+    """After a mismatch of the first copy.
 
-    def __init__(self, backend: Backend, sender: Sender, session: Session) -> None:
-        self.route = DIRECT
-        self._recent: deque[Tensor] = deque(maxlen=32)  # up to 64 KiB of each tensor sent, to recognise stale bytes
-        self._backend, self._sender, self._session, self._report = backend, sender, session, session.report
-        self._helped: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def finish(self, transfer: Transfer, buffer: Tensor, found: Queued | None = None) -> None:
-        """Verify device memory, recover it if needed, let the caller's compute stream wait for it, and count it.
-
-        ``found``: its digest; without one, that which was queued behind the copy, or one that is taken now. What
-        changes while a batch waits is found by the sentinels, after its use.
-        """
-        begun = time.perf_counter()
-        if transfer.verify and transfer.nbytes:
-            found = found or transfer.arrived or self._backend.digest_beside(buffer)
-            if not transfer.matches(found.result()):
-                self._recover(transfer, buffer)
-            if transfer.source is not None:  # else its sources are kept
-                heads = [_head(segment) for segment in transfer.segments]
-                with self._lock:
-                    self._recent.extend(heads)
-        if transfer.ticket is not None:
-            self._backend.hand_out(buffer, transfer.ticket)
-        transfer.is_done = True
-        nbytes = sum(segment.nbytes for segment in transfer.segments)
-        origin = transfer.origin or own_origin(transfer.stage)
-        self._report.crossed("to_device", origin, nbytes, verified=transfer.verify)
-        self._report.add(
-            transfer.stage,
-            tensors=len(transfer.segments),
-            bytes=nbytes,
-            verified_bytes=nbytes if transfer.verify else 0,
-            transfer_seconds=transfer.transfer_seconds,
-            verify_seconds=transfer.verify_seconds + time.perf_counter() - begun,
-        )
-
-    def _recover(self, transfer: Transfer, buffer: Tensor) -> None:
-        """Correct the device memory after a mismatch; `buffer` is uint8[transfer.nbytes]."""
-        self._check_sources(transfer)
-        findings = self._differences(transfer, buffer)
-        self._report.add(transfer.stage, mismatches=len(findings))
-        if self._session.settings.on_corruption == "stop":
-            self._fail(transfer, findings, "first_copy", "stopped", "--on_corruption stop is set")
-        for attempt, route in enumerate(ROUTES, start=1):
-            self._backend.fill(buffer, POISON)
-            self._sender.send(transfer, buffer, route, attempt=attempt)
-            if transfer.matches(self._backend.digest(buffer).result()):
-                self._recovered(transfer, findings, route)
-                return
-        last = self._differences(transfer, buffer)
-        self._fail(transfer, last, ROUTES[-1].name, "failed", "all five retry strategies failed")
-
-    def _check_sources(self, transfer: Transfer) -> None:
-        for segment in transfer.segments:
-            if segment.is_right(segment.source):
-                continue
-            again = segment.read_again() if segment.read_again is not None else None
-            reread = again is not None and segment.is_right(again)
-            outcome = "recovered" if reread else "stopped"
-            self._report.incident({"kind": "source_changed", "outcome": outcome, **self._where(transfer, segment)})
-            if reread and again is not None:
-                segment.source = again
-            else:
-                self._report.add(transfer.stage, mismatches=1)
-                raise SourceChangedError(
-                    f"the host source of {transfer.stage} tensor '{segment.name}' changed while it was being sent, so "
-                    "this is not a transfer fault. Likely causes: code that modifies a batch after collation, a model "
-                    "file that is being rewritten, or faulty host memory"
-                )
-
-    def _recovered(self, transfer: Transfer, findings: Findings, route: Route) -> None:
-        self._tell(transfer, findings, route.name, "recovered")
-        self._report.add(transfer.stage, recovered=len(findings))
-        with self._lock:
-            self._helped[route.name] += 1
-            if self._helped[route.name] >= _KEPT_AFTER and route.name != ROUTES[0].name:
-                self.route = route
-
-    def _fail(self, transfer: Transfer, findings: Findings, retry: str, outcome: str, why: str) -> None:
-        self._tell(transfer, findings, retry, outcome)
-        segment, difference = findings[0]
-        causes = likely_causes(difference, self._backend.device.type)
-        more = f" (and {len(findings) - 1} more tensors)" if len(findings) > 1 else ""
-        raise CorruptionError(
-            f"{transfer.stage} tensor '{segment.name}'{more} arrived wrong on {self._backend.device}: "
-            f"{difference.kind} from byte {difference.first_offset} for {difference.length} bytes of "
-            f"{segment.nbytes}, and {why}. Seen with: {'; '.join(causes)}. It was not used; run the doctor"
-        )
-
-    def _tell(self, transfer: Transfer, findings: Findings, retry: str, outcome: str) -> None:
-        for segment, found in findings:
-            row = {**self._where(transfer, segment), **found.for_report()}
-            row["causes"] = likely_causes(found, self._backend.device.type)
-            self._report.incident({**row, "retry": retry, "outcome": outcome})
-
-    def _where(self, transfer: Transfer, segment: Segment) -> dict[str, Any]:
-        row: dict[str, Any] = {"step": self._session.step, "stage": transfer.stage, "tensor": segment.name}
-        return {**row, "source": segment.file} if segment.file else row
-
-    # ---- examining ------------------------------------------------------------------------------------------
-
-    def _differences(self, transfer: Transfer, buffer: Tensor) -> Findings:
-        """The tensors that are wrong in device memory. Never empty: if all are right now, the bytes arrived late."""
-        wrong = []
-        for segment in transfer.segments:
-            here = buffer[segment.offset : segment.end]
-            if segment.nbytes and self._backend.digest(here, segment.offset // 4).result() != segment.digest:
-                wrong.append((segment, self._difference(transfer, segment, here)))
-        return wrong or [(transfer.segments[0], _LATE)]
-
-    def _difference(self, transfer: Transfer, segment: Segment, here: Tensor) -> Damage:
-        found = self._backend.read_back(here)
-        damage = examine(found, as_bytes(segment.source)) or _LATE
-        with self._lock:
-            recent = list(self._recent)
-        first = damage.first_offset
-        for head in chain(recent, (_head(other) for other in transfer.segments if other is not segment)):
-            earlier = head[first : first + damage.length]
-            if earlier.numel() >= 8 and torch.equal(earlier, found[first : first + earlier.numel()]):
-                return replace(damage, stale=damage.wrong)
-        return damage
-
-
-def _head(segment: Segment) -> Tensor:
-    return as_bytes(segment.source)[:_REMEMBERED_BYTES].clone()
+    Args:
+        routes: ways to copy, in the order in which they are tried.
+        attempt: copies in one of them, and returns whether the bytes are right; its number counts from 1.
+        on_corruption: ``stop``: nothing is tried (`TransferSettings`).
+    """
+    if on_corruption == "stop":
+        return Retried(FIRST_COPY, "stopped", "--on_corruption stop is set")
+    for number, route in enumerate(routes, start=1):
+        if attempt(number, route):
+            return Retried(route, "recovered")
+    return Retried(routes[-1], "failed", f"all {len(routes)} retries failed")

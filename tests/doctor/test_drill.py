@@ -17,8 +17,8 @@ from hf_rocm_tune import cli
 from hf_rocm_tune.doctor import drill
 from hf_rocm_tune.doctor.drill import CELLS, DTYPES, SIZES, Drill, Samples, Tally, inject, send_clean
 from hf_rocm_tune.transfer import STAGES, Digest, HostBackend, Mover
-from hf_rocm_tune.transfer.copies import Transfer
 from hf_rocm_tune.transfer.faults import KINDS
+from hf_rocm_tune.transfer.to_device import Transfer
 
 CPU = torch.device("cpu")
 

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
-from hf_rocm_tune.transfer.backend import AcceleratorBackend, _EventDigest, _EventTicket
-from hf_rocm_tune.transfer.copies import Fetched, Slot
-from hf_rocm_tune.transfer.digest import from_sums
+from hf_rocm_tune.transfer.backend import AcceleratorBackend, _EventTicket, _QueuedDigest
+from hf_rocm_tune.transfer.digest import Readback
 from hf_rocm_tune.transfer.interception import own_copies
+from hf_rocm_tune.transfer.staging import Slot
+from hf_rocm_tune.transfer.to_host import Fetched
 from tests import card_time
 
 CARD = torch.device("cuda", 0)
@@ -321,17 +322,17 @@ def _blocking_not_waited_for(self: Any, target: Tensor, source: Tensor, label: A
 
 
 def _digest_on_callers_stream(self: Any, target: Tensor, word_offset: int = 0) -> Any:
-    buffer = torch.empty(2, dtype=torch.int64, pin_memory=True)
-    with own_copies():
-        buffer.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
-    return _EventDigest(torch.cuda.current_stream().record_event(), buffer, target.numel())
+    return _QueuedDigest(digests_of.digest_on_device(target, word_offset), target.numel())
 
 
 def _one_buffer_for_all(self: Any, target: Tensor, word_offset: int = 0) -> Any:
-    with torch.cuda.stream(self._stream), own_copies():
-        buffer = vars(self).setdefault("buffer", torch.empty(2, dtype=torch.int64, pin_memory=True))
-        buffer.copy_(digests_of.digest_on_device(target, word_offset), non_blocking=True)
-        return _EventDigest(self._stream.record_event(), buffer, target.numel())
+    with torch.cuda.stream(self._stream):
+        queued = _QueuedDigest(digests_of.digest_on_device(target, word_offset), target.numel())
+        kept = vars(self).setdefault("buffer", queued._readback._landed)
+        with own_copies():
+            kept.copy_(queued._readback._landed)
+        queued._readback._landed = kept
+        return queued
 
 
 def _digest_before_the_copy(self: Any, target: Tensor) -> Any:
@@ -390,7 +391,7 @@ MUTANTS: dict[str, tuple[tuple[str, ...], Any, str, Any]] = {
     "blocking copy not waited for": (FULL, AcceleratorBackend, "copy", _blocking_not_waited_for),
     "digest on the caller's stream": (FULL, AcceleratorBackend, "digest", _digest_on_callers_stream),
     "digest before its copy": (FULL, AcceleratorBackend, "digest_beside", _digest_before_the_copy),
-    "digest read early": (FULL, _EventDigest, "result", lambda self: from_sums(self._pinned, self._nbytes)),
+    "digest read early": (FULL, Readback, "join", lambda self: None),
     "one buffer for all digests": (FULL, AcceleratorBackend, "digest", _one_buffer_for_all),
     "table used before it is made": (FULL, digests_of, "_computed", lambda table: table),
     "fill on the caller's stream": (FULL, AcceleratorBackend, "fill", lambda self, target, value: target.fill_(value)),
