@@ -1,12 +1,10 @@
 """AMD's rocBLAS and hipBLASLt, executed as gfx1100 machine code on the simulated card; nothing is measured.
 
     python benchmarks/amd_blas.py sweep [--shapes 37,65,131:97,136,71 ...] [--json FILE]
-    python benchmarks/amd_blas.py residuals [--seconds S] [--json FILE]
     python benchmarks/amd_blas.py kernels [--rows 512 2048 4096] [--json FILE]
 
-`sweep` executes every kernel that the libraries offer for a product, against float64, element by element. `residuals`
-asks how near right products come to the bounds of the arithmetic checks, whose own products go through the libraries as
-well. `kernels` says which kernel each product of a LoRA step of an 8B model gets; of these nothing is executed.
+`sweep` executes every kernel that the libraries offer for a product, against float64, element by element. `kernels`
+says which kernel each product of a LoRA step of an 8B model gets; of these nothing is executed.
 
 `python -m tests.gfx1100.rocm_libs` fetches the libraries first. Figures are of their versions, which the result names.
 """
@@ -95,7 +93,7 @@ def product(
     )  # fmt: skip
 
 
-def _kernel(name: str) -> Row:
+def kind_of_kernel(name: str) -> Row:
     """What the name of a kernel says of it."""
     tile, split = re.search(r"_MT(\d+x\d+x\d+)", name), re.search(r"_GSU(\d+)_", name)
     return {
@@ -166,7 +164,7 @@ def _every(
         names.update(ran)
         if not error <= 1:
             wrong.append({"solution": number, "error": error, "kernels": ran})
-    kinds = {name: _kernel(name) for name in names}
+    kinds = {name: kind_of_kernel(name) for name in names}
     return {
         "library": library, "given": given, "result": result, "shape": list(shape), "across": across, "beta": beta,
         "solutions": len(numbers), "kernels": len(names), "wmma": sum(each["wmma"] for each in kinds.values()),
@@ -230,97 +228,17 @@ def _kernels(all_rows: list[int]) -> Iterator[Row]:
                 for fields in log.launches():
                     grid = [int(each) for each in fields[2].split(",")]
                     lanes = [int(each) for each in fields[3].split(",")]
-                    kind = _kernel(fields[1])
+                    kind = kind_of_kernel(fields[1])
                     groups = grid[0] * grid[1] * grid[2]
                     row["kernels"].append({"name": fields[1], "workgroups": groups, "lanes": lanes[0], **kind})
                 yield row
 
 
-def _layer(weight: Tensor) -> Any:
-    """A layer of `weight`, [out, in] on the host, as the arithmetic checks have it, on the card."""
-    import torch
-    from torch import nn
-
-    from hf_rocm_tune.train.arithmetic.bounds import random_vectors
-    from hf_rocm_tune.train.arithmetic.checksums import HostWeights
-    from hf_rocm_tune.train.arithmetic.products import Product
-
-    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, device="meta")
-    module.weight = nn.Parameter(weight.cuda(), requires_grad=False)
-    layer = Product(
-        name="layer", module=module, columns=(weight.shape[1], weight.shape[0]), quantised="", dtype=weight.dtype
-    )
-    random = torch.Generator().manual_seed(0x5EED)
-    weights: Any = HostWeights.__new__(HostWeights)
-    weights.vectors = {size: random_vectors(size, random) for size in sorted(set(layer.columns))}
-    weights.rows = lambda *_, **__: iter([(0, slice(0, len(weight)), weight.float())])
-    weights.checksum(layer)
-    forward, backward, _ = layer.on_host
-    layer.put("forward", vectors=weights.vectors[len(weight)].cuda(), checksum=forward.cuda())
-    layer.put("backward", vectors=weights.vectors[weight.shape[1]].cuda(), checksum=backward.cuda())
-    return layer
-
-
-SHAPES = (
-    (33, 128, 128), (17, 256, 1024), (48, 576, 1536), (16, 960, 320), (32, 1024, 1024), (16, 2048, 512),
-    (16, 2048, 2048), (16, 1536, 8960), (16, 4096, 1024), (16, 3072, 3072), (16, 4096, 4096), (16, 2048, 8192),
-    (16, 8192, 2048), (16, 14336, 4096), (16, 4096, 14336),
-)  # fmt: skip
-KINDS = ("normal", "positive", "outliers", "tokens")
-
-
-def _inputs(kind: str, rows: int, columns: int, random: Any) -> Tensor:
-    import torch
-
-    x = torch.randn(rows, columns, generator=random)
-    if kind == "positive":
-        x = x.abs()
-    if kind == "outliers":
-        x[:, torch.randint(0, columns, (max(1, columns // 512),), generator=random)] *= 300
-    if kind == "tokens":
-        x *= torch.exp(2 * torch.randn(rows, 1, generator=random))
-    return x
-
-
-def _residuals(seconds: float) -> Iterator[Row]:
-    """Right products of layers against the bounds of the checks, from small shapes to large ones."""
-    import torch
-
-    from hf_rocm_tune.train.arithmetic.products import Call
-    from tests.gfx1100 import hip
-
-    log, begun = Log(), time.monotonic()
-    for shape in SHAPES:
-        rows, inner, outer = shape
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            random = torch.Generator().manual_seed(sum(shape))
-            for kind in KINDS:
-                weight = torch.randn(outer, inner, generator=random) * 0.02 + (0.01 if kind == "positive" else 0)
-                layer = _layer(weight.to(dtype))
-                for side, across in (("forward", "NT"), ("backward", "NN")):
-                    x = _inputs(kind, rows, inner if side == "forward" else outer, random).to(dtype).cuda()
-                    for library in LIBRARIES if dtype != torch.float32 else LIBRARIES[:1]:
-                        if time.monotonic() - begun > seconds:
-                            return
-                        y = torch.empty(rows, outer if side == "forward" else inner, dtype=dtype, device="cuda")
-                        log.launches()
-                        hip.multiply(product(x, layer.module.weight, y, across=across, library=library))
-                        torch.cuda.synchronize()
-                        ran = [_kernel(fields[1]) for fields in log.launches()]
-                        call = Call(again=lambda operand: operand, biased=False)
-                        found = layer.residuals(side, x, y, dtype, call).cpu()
-                        yield {
-                            "shape": list(shape), "dtype": str(dtype)[6:], "rows": kind, "side": side,
-                            "library": library, "residual over bound": float(found.max()),
-                            "median": float(found.median()), "kernels": ran,
-                        }  # fmt: skip
-
-
 # ---- in the process that was asked ------------------------------------------------------------------------------
 
 
-def on_card(argv: list[str], **variables: str) -> Iterator[Row]:
-    """The rows that this script prints with ``--on-card`` in a process with the card and the libraries."""
+def on_card(script: str, argv: list[str], **variables: str) -> Iterator[Row]:
+    """The rows that a script prints with ``--on-card`` in a process with the card and the libraries."""
     from tests import simcard
     from tests.gfx1100 import rocm_libs
 
@@ -329,7 +247,7 @@ def on_card(argv: list[str], **variables: str) -> Iterator[Row]:
             **os.environ, **simcard.environment(gfx1100=True), **rocm_libs.environment(), "OMP_NUM_THREADS": "1",
             "SIMCARD_GFX1100_LOG": str(Path(scratch) / "log"), **variables,
         }  # fmt: skip
-        command = rocm_libs.command([str(Path(__file__).resolve()), "--on-card", *argv])
+        command = rocm_libs.command([str(Path(script).resolve()), "--on-card", *argv])
         with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
             assert running.stdout is not None
             for line in running.stdout:
@@ -342,7 +260,7 @@ def on_card(argv: list[str], **variables: str) -> Iterator[Row]:
 def sweep(wanted: argparse.Namespace, argv: list[str]) -> Row:
     """Runs it, prints a line for each product, and sums up."""
     rows, seen = [], {library: set() for library in LIBRARIES}
-    for row in on_card(argv):
+    for row in on_card(__file__, argv):
         seen[row["library"]] |= set(row.pop("names"))
         rows.append(row)
         print(
@@ -356,7 +274,7 @@ def sweep(wanted: argparse.Namespace, argv: list[str]) -> Row:
             "products": len(mine),
             "runs": sum(row["solutions"] for row in mine),
             "kernels": len(seen[library]),
-            "wmma": sum(_kernel(name)["wmma"] for name in seen[library]),
+            "wmma": sum(kind_of_kernel(name)["wmma"] for name in seen[library]),
             "wrong": sum(len(row["wrong"]) for row in mine),
             "faults": dict(sum((Counter(row["faults"]) for row in mine), Counter())),
             "worst error over bound": max((row["worst error over bound"] for row in mine), default=0.0),
@@ -369,29 +287,10 @@ def sweep(wanted: argparse.Namespace, argv: list[str]) -> Row:
     return {"sums": sums, "rows": rows}
 
 
-def residuals(wanted: argparse.Namespace, argv: list[str]) -> Row:
-    """Prints each row, and names the largest."""
-    rows = []
-    for row in on_card(argv):
-        rows.append(row)
-        print(
-            f"{row['shape']} {row['dtype']:8s} {row['rows']:8s} {row['side']:8s} {row['library']:9s} "
-            f"{row['residual over bound']:.4f}",
-            flush=True,
-        )
-    largest = {
-        dtype: max((row for row in rows if row["dtype"] == dtype), key=lambda row: row["residual over bound"])
-        for dtype in {row["dtype"] for row in rows}
-    }
-    for dtype, row in largest.items():
-        print(f"largest of {dtype}: {row}")
-    return {"products": len(rows), "largest": largest, "rows": rows}
-
-
 def kernels(wanted: argparse.Namespace, argv: list[str]) -> Row:
     """Prints a line for each product and library."""
     rows = []
-    for row in on_card(argv, SIMCARD_GFX1100_DRY="1"):
+    for row in on_card(__file__, argv, SIMCARD_GFX1100_DRY="1"):
         rows.append(row)
         told = [
             f"{each['tile'] or 'after split-K'} {'WMMA' if each['wmma'] else 'no WMMA'} {each['workgroups']} workgroups"
@@ -427,17 +326,14 @@ def main() -> None:
     )
     swept.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     swept.add_argument("--pairs", nargs="+", type=_pair, metavar="GIVEN,RESULT", default=list(PAIRS))
-    near = verbs.add_parser("residuals", help="right products against the bounds of the arithmetic checks")
-    near.add_argument("--seconds", type=float, default=600.0, help="after which no further product begins")
     which = verbs.add_parser("kernels", help="which kernel each product of a LoRA step of an 8B model gets")
     which.add_argument("--rows", nargs="+", type=int, default=[512, 2048, 4096], help="of a micro-batch")
-    for each in (swept, near, which):
+    for each in (swept, which):
         each.add_argument("--json", type=Path, metavar="FILE", help="the result goes here")
     wanted = parser.parse_args()
     if wanted.on_card:
         rows = {
             "sweep": lambda: _sweep(wanted.shapes, wanted.libraries, wanted.pairs),
-            "residuals": lambda: _residuals(wanted.seconds),
             "kernels": lambda: _kernels(wanted.rows),
         }[wanted.verb]
         for row in rows():
@@ -449,7 +345,7 @@ def main() -> None:
         packages = rocm_libs.packages()
     except rocm_libs.Missing as missing:
         sys.exit(str(missing))
-    found = {"sweep": sweep, "residuals": residuals, "kernels": kernels}[wanted.verb](wanted, sys.argv[1:])
+    found = {"sweep": sweep, "kernels": kernels}[wanted.verb](wanted, sys.argv[1:])
     found = {
         "note": CHOSEN if wanted.verb == "kernels" else EXECUTED,
         "packages": [f"{each.name} {each.version}" for each in packages],

@@ -43,13 +43,34 @@ def cases(kind: torch.dtype) -> Iterator[tuple[str, Callable[[], Tensor], Tensor
     yield "batched, one for all", lambda: torch.bmm(A, B[:1].expand(batches, k, n)), a @ b[:1]
     yield "batched and added", lambda: torch.baddbmm(C, A, B, beta=0.5, alpha=2), 2 * (a @ b) + c / 2
     yield "heads", lambda: torch.matmul(A.view(batches, 1, m, k), B.view(batches, 1, k, n)).view(batches, m, n), a @ b
+    # Rows of each group begin at multiples of 16 bytes; the second group has no rows.
+    tokens, weights = torch.randn(m, 64).to(kind), torch.randn(batches, 128, 64).to(kind)
+    ends = torch.tensor([5, 5, m], dtype=torch.int32).to(CARD)
+    TOKENS, WEIGHTS = tokens.to(CARD), weights.to(CARD)
+    groups = torch.cat([tokens[:5].double() @ weights[0].double().T, tokens[5:].double() @ weights[2].double().T])
+    yield "grouped", lambda: torch._grouped_mm(TOKENS, WEIGHTS.mT, offs=ends), groups
     if kind != torch.float32:
         yield "to float32", lambda: torch.mm(X, W.t(), out_dtype=torch.float32), x @ w.T
 
 
+def integers() -> Iterator[Row]:
+    """Products of bitsandbytes' 8-bit layers, which its library hands on to hipBLASLt; every sum is exact."""
+    from bitsandbytes import functional as bnb
+
+    for rows, inner, columns in ((37, 128, 96), (130, 200, 36)):
+        x, w = (torch.randint(-127, 128, (size, inner), dtype=torch.int8) for size in (rows, columns))
+        found = bnb.int8_linear_matmul(x.to(CARD), w.to(CARD)).cpu()
+        wrong = int((found != x.int() @ w.int().t()).sum())
+        yield {"case": f"{rows} by {inner} by {columns}", "dtype": "int8", "hipblaslt": True, "wrong": wrong}
+
+
 def main() -> None:
-    """Every case in each dtype that is asked for, by what torch prefers and by hipBLASLt."""
+    """Every case in each dtype that is asked for, by what torch prefers and by hipBLASLt; or ``int8``."""
     for name in sys.argv[1:]:
+        if name == "int8":
+            for row in integers():
+                print(json.dumps(row), flush=True)
+            continue
         kind = getattr(torch, name)
         for prefers in ("0", "1") if kind != torch.float32 else ("0",):
             os.environ["TORCH_BLAS_PREFER_HIPBLASLT"] = prefers

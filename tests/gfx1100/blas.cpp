@@ -18,8 +18,10 @@ extern "C" int hipMalloc(void **, size_t);
 namespace {
 // Numbers of the libraries' interfaces.
 enum { NO_TRANSPOSE = 111, TRANSPOSE = 112 };                                   // rocblas_operation, hipblasOperation_t
-enum { ROC_F16 = 150, ROC_F32 = 151, ROC_BF16 = 168, ROC_STANDARD = 0, ROC_BY_INDEX = 1 }; // rocblas_datatype, rocblas_gemm_algo
-enum { LT_F32 = 0, LT_F16 = 2, LT_BF16 = 14, LT_COMPUTE_F32 = 2 };              // hipDataType, hipblasComputeType_t
+enum { ROC_F16 = 150, ROC_F32 = 151, ROC_I8 = 160, ROC_I32 = 162, ROC_BF16 = 168 }; // rocblas_datatype
+enum { ROC_STANDARD = 0, ROC_BY_INDEX = 1 };                                    // rocblas_gemm_algo
+enum { LT_F32 = 0, LT_F16 = 2, LT_I8 = 3, LT_I32 = 10, LT_BF16 = 14 };          // hipDataType
+enum { LT_COMPUTE_F32 = 2, LT_COMPUTE_I32 = 9 };                                // hipblasComputeType_t
 enum { LT_TRANSPOSE_A, LT_TRANSPOSE_B, LT_EPILOGUE, LT_BIAS, LT_BIAS_TYPE };    // hipblasLtMatmulDescAttributes_t
 enum { LT_EPILOGUE_BIAS = 4, LT_BATCHES = 0, LT_STRIDE = 1, LT_MOST_WORKSPACE = 1 };
 constexpr uint64_t WORKSPACE = 76ull << 20; // bytes that torch's ROCm build gives hipBLASLt
@@ -70,25 +72,38 @@ void *roc_handle(void *stream) {
     return mine.roc;
 }
 
-int roc_type(int type) { return type == GFX_F16 ? ROC_F16 : type == GFX_BF16 ? ROC_BF16 : ROC_F32; }
-int lt_type(int type) { return type == GFX_F16 ? LT_F16 : type == GFX_BF16 ? LT_BF16 : LT_F32; }
+constexpr int ROC_TYPES[] = {ROC_F32, ROC_F16, ROC_BF16, ROC_I8, ROC_I32}, LT_TYPES[] = {LT_F32, LT_F16, LT_BF16, LT_I8, LT_I32};
+int roc_type(int type) { return ROC_TYPES[type]; }
+int lt_type(int type) { return LT_TYPES[type]; }
+bool of_integers(const gfx_product &p) { return p.type_in == GFX_I8; }
+int sums_of(const gfx_product &p) { return of_integers(p) ? GFX_I32 : GFX_F32; }
+// Alpha and beta in the type of the sums.
+struct Factors {
+    float floats[2];
+    int32_t integers[2];
+    bool whole;
+    explicit Factors(const gfx_product &p) : floats{p.alpha, p.beta}, integers{int32_t(p.alpha), int32_t(p.beta)}, whole(of_integers(p)) {}
+    const void *alpha() const { return whole ? static_cast<const void *>(&integers[0]) : &floats[0]; }
+    const void *beta() const { return whole ? static_cast<const void *>(&integers[1]) : &floats[1]; }
+};
 
 template <class AFTER> int with_arguments(const gfx_product &p, AFTER after) {
     void *handle = roc_handle(p.stream);
     const int in = roc_type(p.type_in), out = roc_type(p.type_out);
-    return after(handle, p.across_a ? TRANSPOSE : NO_TRANSPOSE, p.across_b ? TRANSPOSE : NO_TRANSPOSE, int(p.m), int(p.n), int(p.k), &p.alpha, p.a, in,
-                 int(p.lda), p.b, in, int(p.ldb), &p.beta, p.c, out, int(p.ldc), p.d, out, int(p.ldd));
+    const Factors factors(p);
+    return after(handle, p.across_a ? TRANSPOSE : NO_TRANSPOSE, p.across_b ? TRANSPOSE : NO_TRANSPOSE, int(p.m), int(p.n), int(p.k), factors.alpha(), p.a,
+                 in, int(p.lda), p.b, in, int(p.ldb), factors.beta(), p.c, out, int(p.ldc), p.d, out, int(p.ldd));
 }
 void by_rocblas(const gfx_product &p) {
-    const int algorithm = p.solution ? ROC_BY_INDEX : ROC_STANDARD;
+    const int algorithm = p.solution ? ROC_BY_INDEX : ROC_STANDARD, sums = roc_type(sums_of(p));
     const char *name = p.batches == 1 ? "rocblas_gemm_ex" : "rocblas_gemm_strided_batched_ex";
-    const int status = with_arguments(p, [&](void *handle, int ta, int tb, int m, int n, int k, const float *alpha, const void *a, int in, int lda, const void *b,
-                                             int, int ldb, const float *beta, const void *c, int out, int ldc, void *d, int, int ldd) {
+    const int status = with_arguments(p, [&](void *handle, int ta, int tb, int m, int n, int k, const void *alpha, const void *a, int in, int lda, const void *b,
+                                             int, int ldb, const void *beta, const void *c, int out, int ldc, void *d, int, int ldd) {
         if (p.batches == 1)
-            return call<int>(rocblas, name, handle, ta, tb, m, n, k, static_cast<const void *>(alpha), a, in, lda, b, in, ldb, static_cast<const void *>(beta), c, out,
-                             ldc, d, out, ldd, int(ROC_F32), algorithm, int32_t(p.solution), uint32_t(0));
-        return call<int>(rocblas, name, handle, ta, tb, m, n, k, static_cast<const void *>(alpha), a, in, lda, p.stride_a, b, in, ldb, p.stride_b,
-                         static_cast<const void *>(beta), c, out, ldc, p.stride_c, d, out, ldd, p.stride_d, int(p.batches), int(ROC_F32), algorithm,
+            return call<int>(rocblas, name, handle, ta, tb, m, n, k, alpha, a, in, lda, b, in, ldb, beta, c, out,
+                             ldc, d, out, ldd, sums, algorithm, int32_t(p.solution), uint32_t(0));
+        return call<int>(rocblas, name, handle, ta, tb, m, n, k, alpha, a, in, lda, p.stride_a, b, in, ldb, p.stride_b,
+                         beta, c, out, ldc, p.stride_c, d, out, ldd, p.stride_d, int(p.batches), sums, algorithm,
                          int32_t(p.solution), uint32_t(0));
     });
     if (status) throw std::runtime_error(std::string(name) + ": status " + std::to_string(status));
@@ -98,7 +113,7 @@ void by_rocblas(const gfx_product &p) {
 struct Described {
     void *operation = nullptr, *layouts[4] = {}, *preference = nullptr;
     explicit Described(const gfx_product &p) {
-        ask(hipblaslt, "hipblasLtMatmulDescCreate", &operation, int(LT_COMPUTE_F32), int(LT_F32));
+        ask(hipblaslt, "hipblasLtMatmulDescCreate", &operation, int(of_integers(p) ? LT_COMPUTE_I32 : LT_COMPUTE_F32), lt_type(sums_of(p)));
         set(LT_TRANSPOSE_A, int32_t(p.across_a ? TRANSPOSE : NO_TRANSPOSE));
         set(LT_TRANSPOSE_B, int32_t(p.across_b ? TRANSPOSE : NO_TRANSPOSE));
         if (p.bias) {
@@ -150,9 +165,9 @@ void by_hipblaslt(const gfx_product &p) {
     const Described d(p);
     const auto found = algorithms(mine, d, p.solution ? MOST_ALGORITHMS : 1);
     if (int(found.size()) <= p.solution) throw std::runtime_error("hipBLASLt has no such algorithm for this product");
-    ask(hipblaslt, "hipblasLtMatmul", mine.lt, d.operation, static_cast<const void *>(&p.alpha), p.a, d.layouts[0], p.b, d.layouts[1],
-        static_cast<const void *>(&p.beta), p.c, d.layouts[2], p.d, d.layouts[3], static_cast<const void *>(&found[size_t(p.solution)].algorithm), mine.workspace,
-        size_t(WORKSPACE), p.stream);
+    const Factors factors(p);
+    ask(hipblaslt, "hipblasLtMatmul", mine.lt, d.operation, factors.alpha(), p.a, d.layouts[0], p.b, d.layouts[1], factors.beta(), p.c, d.layouts[2],
+        p.d, d.layouts[3], static_cast<const void *>(&found[size_t(p.solution)].algorithm), mine.workspace, size_t(WORKSPACE), p.stream);
 }
 
 template <class WORK> int guarded(char *error, size_t room, WORK work) {
@@ -175,6 +190,7 @@ API int gfx_blas_load(const char *roc, const char *lt, char *error, size_t room)
             if (!*library && !(*library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND))) throw std::runtime_error(dlerror());
     });
 }
+API int gfx_blas_loaded() { return rocblas && hipblaslt; }
 API int gfx_blas_multiply(const gfx_product *p, char *error, size_t room) {
     return guarded(error, room, [&] { p->library == GFX_ROCBLAS ? by_rocblas(*p) : by_hipblaslt(*p); });
 }
@@ -185,10 +201,10 @@ API int gfx_blas_solutions(const gfx_product *p, int32_t *numbers, int32_t *coun
             for (int n = 0; numbers && n < *count; ++n) numbers[n] = n;
             return;
         }
-        const int status = with_arguments(*p, [&](void *handle, int ta, int tb, int m, int n, int k, const float *alpha, const void *a, int in, int lda, const void *b,
-                                                  int, int ldb, const float *beta, const void *c, int out, int ldc, void *d, int, int ldd) {
-            return call<int>(rocblas, "rocblas_gemm_ex_get_solutions", handle, ta, tb, m, n, k, static_cast<const void *>(alpha), a, in, lda, b, in, ldb,
-                             static_cast<const void *>(beta), c, out, ldc, d, out, ldd, int(ROC_F32), int(ROC_BY_INDEX), uint32_t(0), numbers, count);
+        const int status = with_arguments(*p, [&](void *handle, int ta, int tb, int m, int n, int k, const void *alpha, const void *a, int in, int lda, const void *b,
+                                                  int, int ldb, const void *beta, const void *c, int out, int ldc, void *d, int, int ldd) {
+            return call<int>(rocblas, "rocblas_gemm_ex_get_solutions", handle, ta, tb, m, n, k, alpha, a, in, lda, b, in, ldb,
+                             beta, c, out, ldc, d, out, ldd, roc_type(sums_of(*p)), int(ROC_BY_INDEX), uint32_t(0), numbers, count);
         });
         if (status) throw std::runtime_error("rocblas_gemm_ex_get_solutions: status " + std::to_string(status));
     });

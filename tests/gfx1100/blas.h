@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { GFX_F32, GFX_F16, GFX_BF16 };
+enum { GFX_F32, GFX_F16, GFX_BF16, GFX_I8, GFX_I32 }; // int8 has results in int32 only
 enum { GFX_ROCBLAS, GFX_HIPBLASLT };
 enum { MOST_ALGORITHMS = 1000 }; // that hipBLASLt is asked for
 
@@ -25,6 +25,7 @@ extern "C" {
 #endif
 // 0, or 1 with a message in `error`. Products are queued on the stream.
 int gfx_blas_load(const char *rocblas, const char *hipblaslt, char *error, size_t room);
+int gfx_blas_loaded();
 int gfx_blas_multiply(const gfx_product *, char *error, size_t room);
 int gfx_blas_solutions(const gfx_product *, int32_t *numbers /* may be NULL */, int32_t *count, char *error, size_t room);
 #ifdef __cplusplus

@@ -2,8 +2,9 @@
 //
 // It has what Triton's driver asks for, what bitsandbytes' ROCm library imports, and what AMD's rocBLAS and hipBLASLt do.
 // Kernels are queued on the streams of the simulated card; the memory that was live when they were queued, and nothing
-// else, is theirs to touch. Where AMD's libraries are not there, the int8 products of bitsandbytes are on the CPU.
+// else, is theirs to touch. Where AMD's libraries are not loaded, the int8 products of bitsandbytes are on the CPU.
 #define __HIP_PLATFORM_AMD__
+#include "blas.h"
 #include "gfx1100.h"
 
 #include <hip/hip_runtime_api.h>
@@ -529,7 +530,19 @@ const Said &words(hipError_t error) {
 API const char *hipGetErrorString(hipError_t error) { return words(error).text; }
 API const char *hipGetErrorName(hipError_t error) { return words(error).name; }
 
-// ---- hipBLAS and hipBLASLt: on the CPU, as far as bitsandbytes' int8 products go -------------------------------------------
+// ---- hipBLAS and hipBLASLt, as far as bitsandbytes' int8 products go: by AMD's libraries, else on the CPU --------------------
+static int integers(Product &&p, int library, void *stream) {
+    if (!gfx_blas_loaded()) return sim_push(stream, &multiply, new Product(p)), 0;
+    gfx_product q{};
+    q.a = p.a, q.b = p.b, q.c = q.d = p.c, q.stream = stream;
+    q.m = p.m, q.n = p.n, q.k = p.k, q.batches = p.batches, q.lda = p.lda, q.ldb = p.ldb, q.ldc = q.ldd = p.ldc;
+    q.stride_a = p.stride_a, q.stride_b = p.stride_b, q.stride_c = q.stride_d = p.stride_c, q.alpha = 1;
+    q.across_a = p.across_a, q.across_b = p.across_b, q.type_in = GFX_I8, q.type_out = GFX_I32, q.library = library;
+    char error[1000];
+    const int failed = gfx_blas_multiply(&q, error, sizeof error);
+    if (failed) fprintf(stderr, "%s\n", error);
+    return failed ? BLAS_NOT_SUPPORTED : 0;
+}
 API int rocblas_create_handle(void **handle) {
     static int one;
     *handle = &one;
@@ -539,10 +552,8 @@ API int hipblasGemmStridedBatchedEx(void *, int op_a, int op_b, int m, int n, in
                                     long long stride_a, const void *b, int type_b, int ldb, long long stride_b, const void *, void *c,
                                     int type_c, int ldc, long long stride_c, int batches, int, int) {
     if (type_a != HIP_R_8I || type_b != HIP_R_8I || type_c != HIP_R_32I) return BLAS_NOT_SUPPORTED;
-    sim_push(nullptr, &multiply,
-             new Product{op_a == TRANSPOSED, op_b == TRANSPOSED, m, n, k, lda, ldb, ldc, stride_a, stride_b, stride_c, batches,
-                         static_cast<const int8_t *>(a), static_cast<const int8_t *>(b), static_cast<int32_t *>(c)});
-    return 0;
+    return integers({op_a == TRANSPOSED, op_b == TRANSPOSED, m, n, k, lda, ldb, ldc, stride_a, stride_b, stride_c, batches,
+                     static_cast<const int8_t *>(a), static_cast<const int8_t *>(b), static_cast<int32_t *>(c)}, GFX_ROCBLAS, nullptr);
 }
 API int hipblasGemmEx(void *handle, int op_a, int op_b, int m, int n, int k, const void *alpha, const void *a, int type_a, int lda,
                       const void *b, int type_b, int ldb, const void *beta, void *c, int type_c, int ldc, int compute, int algorithm) {
@@ -568,9 +579,7 @@ API int hipblasLtMatmul(void *, const Operations *operations, const void *, cons
                         const void *, const void *, const Layout *, void *d, const Layout *dt, const void *, void *, size_t, void *stream) {
     if (at->type != HIP_R_8I || bt->type != HIP_R_8I || dt->type != HIP_R_32I) return BLAS_NOT_SUPPORTED;
     const bool across = operations->a == TRANSPOSED;
-    sim_push(stream, &multiply,
-             new Product{across, operations->b == TRANSPOSED, int64_t(dt->rows), int64_t(dt->columns), int64_t(across ? at->rows : at->columns),
-                         at->leading, bt->leading, dt->leading, 0, 0, 0, 1, static_cast<const int8_t *>(a), static_cast<const int8_t *>(b),
-                         static_cast<int32_t *>(d)});
-    return 0;
+    return integers({across, operations->b == TRANSPOSED, int64_t(dt->rows), int64_t(dt->columns), int64_t(across ? at->rows : at->columns),
+                     at->leading, bt->leading, dt->leading, 0, 0, 0, 1, static_cast<const int8_t *>(a), static_cast<const int8_t *>(b),
+                     static_cast<int32_t *>(d)}, GFX_HIPBLASLT, stream);
 }

@@ -90,7 +90,7 @@ def directory() -> Path:
         Missing: they were not fetched.
     """
     if not (home() / "packages.json").exists():
-        raise Missing("AMD's libraries are not here (`python -m tests.gfx1100.rocm_libs` fetches them, 455 MB)")
+        raise Missing("AMD's libraries are not here (`python -m tests.gfx1100.rocm_libs` fetches them, 442 MB)")
     return home() / "amd" / "usr" / "lib" / _machine()
 
 
@@ -217,9 +217,8 @@ def fetch(mirror: str | None = None) -> list[Package]:
         found = []
         for archive in _fetched(scratch, mirror or _mirror()):
             name, version, _ = archive.name.removesuffix(".deb").split("_")
-            _unpack(
-                archive, scratch / ("amd" if name in LIBRARIES else "below"), WANTED if name in LIBRARIES else ("*",)
-            )
+            into = scratch / ("below" if name in BELOW else "amd")
+            _unpack(archive, into, WANTED if name in LIBRARIES else ("*",))
             content = archive.read_bytes()
             digest = hashlib.sha256(content).hexdigest()
             found.append(Package(name=name, version=version.replace("%2b", "+"), size=len(content), sha256=digest))

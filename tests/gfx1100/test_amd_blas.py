@@ -41,15 +41,22 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> Products:
 
 
 def test_products_of_torch_are_right_and_the_libraries_own(products: Products) -> None:
-    """Every layout, batches, in place, into columns, with biases: as float64 has them, up to rounding."""
-    rows, kernels = products("bfloat16", "float32")
-    assert len(rows) == 2 * 16 + 15
+    """Every layout, batches, groups, in place, into columns, with biases: as float64 has them, up to rounding. Those of
+    8-bit layers have no rounding."""
+    rows, kernels = products("bfloat16", "float32", "int8")
+    assert len(rows) == 2 * 17 + 16 + 2
     for (case, dtype, _), row in rows.items():
-        assert row["distance"] < BOUNDS["float32" if case == "to float32" else dtype], row
+        if dtype == "int8":
+            assert row["wrong"] == 0, row
+        else:
+            assert row["distance"] < BOUNDS["float32" if case == "to float32" else dtype], row
     assert sum(kernels.values()) >= len(rows) and all(name.startswith("Cijk_") for name in kernels), kernels
-    # rocBLAS by default, hipBLASLt for a bias in 16 bits and where it is preferred: its kernels take a struct.
+    # rocBLAS by default; hipBLASLt for a bias in 16 bits, for int8, and where it is preferred: its kernels take a
+    # struct. Two groups have rows.
     theirs = sum(count for name, count in kernels.items() if "UserArgs" in name)
-    assert theirs == 16 + 1, kernels
+    assert theirs == 17 + 1 + 1 + 2, kernels
+    integers = [name for name in kernels if "_I8II_" in name]
+    assert integers and all("_MI16x16x1" in name for name in integers), kernels
     assert all("_MI16x16x1" in name for name in kernels if "_BBS_" in name), "no matrix instructions"
 
 

@@ -25,6 +25,7 @@
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -666,11 +667,25 @@ void bytes_over(void* to, const void* from, size_t n) {  // in pieces, so that a
     if (at + piece < n) nap(copy_delay, rng);
   }
 }
+// Operators by the CPU's code, on request: how often, and how many bytes they read and wrote.
+std::atomic<bool> counting{false};
+std::mutex operators_lock;
+std::map<std::string, std::array<int64_t, 2>>& operators() {
+  static auto* all = new std::map<std::string, std::array<int64_t, 2>>;
+  return *all;
+}
+void note_operator(const std::string& name, int64_t bytes) {
+  std::lock_guard<std::mutex> g(operators_lock);
+  auto& row = operators()[name];
+  ++row[0], row[1] += bytes;
+}
+
 Tensor& copy_(Tensor& self, const Tensor& src_in, bool non_blocking) {
   if (self.numel() == 0 && src_in.numel() == 0) return self;
   if (self.is_same(src_in)) return self;
   Tensor src = src_in.expand_as(self);
   if (on_card(self) && on_card(src)) {
+    if (counting) note_operator("aten::copy_", int64_t(self.nbytes() + src_in.nbytes()));
     const auto from = src.device().index(), to = self.device().index();
     auto source = stream_of(from), target = stream_of(to);
     if (from != to) {  // both streams are held, as on a real card
@@ -1100,6 +1115,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       });
     }
   }
+  if (counting) {
+    int64_t bytes = 0;
+    for (const Args* side : {&args, &results})
+      for (const auto& v : *side)
+        each(v, [&](const Tensor& t) {
+          if (t.defined()) bytes += int64_t(t.nbytes());
+          return t;
+        });
+    note_operator(full, bytes);
+  }
   for (auto& r : results) stack->push_back(std::move(r));
 }
 
@@ -1362,6 +1387,14 @@ __attribute__((visibility("default"))) int64_t sim_count(int which) {
     case 8: return sim::waits;
     default: return sim::harmed;
   }
+}
+__attribute__((visibility("default"))) void sim_count_operators(int on) { sim::counting = on != 0; }
+__attribute__((visibility("default"))) int sim_operators(char* out, int room) {  // a line each: name, calls, bytes
+  std::lock_guard<std::mutex> g(sim::operators_lock);
+  std::string all;
+  for (auto& [name, row] : sim::operators()) all += name + "\t" + std::to_string(row[0]) + "\t" + std::to_string(row[1]) + "\n";
+  std::strncpy(out, all.c_str(), size_t(room) - 1);
+  return int(all.size());
 }
 __attribute__((visibility("default"))) int sim_sync_ops(char* out, int room) {
   std::lock_guard<std::mutex> g(sim::no_meta_lock);

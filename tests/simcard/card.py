@@ -20,11 +20,14 @@ Variables, read when torch is imported and again by `configure`:
                              machine code that `tests.gfx1100` executes; `tests.gfx1100.hip` has more variables
     SIMCARD_TRITON=broken    Triton can be imported, and its driver does not compile, as without Python's headers; or
                              "absent": there is none
+    SIMCARD_OPERATORS=file   when the process ends, a line for each operator that the CPU's code has computed: its name,
+                             how often, and how many bytes it read and wrote
     SIMCARD_LOG=file         a line for each copy, wait, harm and first use: process, kind, card, bytes, who called
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -171,6 +174,9 @@ def configure() -> None:
     lib.sim_refusal(refusal, int(environ.get("SIMCARD_LIBRARY", "0")))
     if "SIMCARD_LOG" in environ:
         log_to(environ["SIMCARD_LOG"])
+    if "SIMCARD_OPERATORS" in environ:
+        lib.sim_count_operators(1)
+        atexit.register(_write_operators, Path(environ["SIMCARD_OPERATORS"]))
     if gfx1100():
         from tests.gfx1100 import hip
 
@@ -202,6 +208,13 @@ def sync_ops() -> list[str]:
     room = ctypes.create_string_buffer(1 << 16)
     lib.sim_sync_ops(room, len(room))
     return room.value.decode().split()
+
+
+def _write_operators(path: Path) -> None:
+    room = ctypes.create_string_buffer(1 << 16)
+    lib.sim_operators(room, len(room))
+    with path.open("ab") as file:
+        file.write(room.value)
 
 
 def log_to(path: str) -> None:
