@@ -2,9 +2,11 @@
 
     python benchmarks/amd_blas.py sweep [--shapes 37,65,131:97,136,71 ...] [--json FILE]
     python benchmarks/amd_blas.py kernels [--rows 512 2048 4096] [--json FILE]
+    python benchmarks/amd_blas.py waves [--json FILE]
 
 `sweep` executes every kernel that the libraries offer for a product, against float64, element by element. `kernels`
-says which kernel each product of a LoRA step of an 8B model gets; of these nothing is executed.
+says which kernel each product of a LoRA step of an 8B model gets; of these nothing is executed. `waves` counts how many
+kernels of the libraries' files have waves of 32 and of 64 lanes; the emulator knows the former.
 
 `python -m tests.gfx1100.rocm_libs` fetches the libraries first. Figures are of their versions, which the result names.
 """
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXECUTED = "executed as gfx1100 machine code on the simulated card, not measured"
-CHOSEN = "what the libraries' host code launches on a simulated gfx1100; nothing was executed, nothing measured"
+CHOSEN = "counted: nothing was executed, nothing measured"
 LIBRARIES = ("rocBLAS", "hipBLASLt")
 PAIRS = (
     ("bfloat16", "bfloat16"),
@@ -305,6 +307,30 @@ def kernels(wanted: argparse.Namespace, argv: list[str]) -> Row:
     return {"units": UNITS, "rows": rows}
 
 
+def waves(wanted: argparse.Namespace, argv: list[str]) -> Row:
+    """Kernels by library, kind of product and lanes of a wave, as their metadata has it."""
+    from tests.gfx1100 import rocm_libs
+    from tests.gfx1100.code_objects import elf_files
+
+    counts: Counter[tuple[str, str, int]] = Counter()
+    for path in sorted(rocm_libs.directory().rglob("*")):
+        if path.suffix not in (".co", ".hsaco"):
+            continue
+        content = path.read_bytes()
+        library = LIBRARIES["hipblaslt" in path.parts]
+        kind = re.search(r"TensileLibrary_(?:Type_)?(.*?)_(?:HA|HPA|Contraction|Bias|UA)", path.name)
+        for elf in [content] if content.startswith(b"\x7fELF") else elf_files(content):
+            for (lanes,) in re.findall(rb"\.wavefront_size(.)", elf, re.DOTALL):
+                counts[library, kind[1] if kind else "others", lanes] += 1
+    rows = [
+        {"library": library, "kind": kind, "lanes": lanes, "kernels": count}
+        for (library, kind, lanes), count in sorted(counts.items())
+    ]
+    for row in rows:
+        print(f"{row['library']:9s} {row['kind']:10s} waves of {row['lanes']}: {row['kernels']} kernels")
+    return {"rows": rows}
+
+
 def _shape(text: str) -> tuple[int, int, int]:
     m, k, n = map(int, text.split(","))
     return m, k, n
@@ -328,7 +354,8 @@ def main() -> None:
     swept.add_argument("--pairs", nargs="+", type=_pair, metavar="GIVEN,RESULT", default=list(PAIRS))
     which = verbs.add_parser("kernels", help="which kernel each product of a LoRA step of an 8B model gets")
     which.add_argument("--rows", nargs="+", type=int, default=[512, 2048, 4096], help="of a micro-batch")
-    for each in (swept, which):
+    counted = verbs.add_parser("waves", help="kernels by lanes of a wave")
+    for each in (swept, which, counted):
         each.add_argument("--json", type=Path, metavar="FILE", help="the result goes here")
     wanted = parser.parse_args()
     if wanted.on_card:
@@ -345,9 +372,9 @@ def main() -> None:
         packages = rocm_libs.packages()
     except rocm_libs.Missing as missing:
         sys.exit(str(missing))
-    found = {"sweep": sweep, "kernels": kernels}[wanted.verb](wanted, sys.argv[1:])
+    found = {"sweep": sweep, "kernels": kernels, "waves": waves}[wanted.verb](wanted, sys.argv[1:])
     found = {
-        "note": CHOSEN if wanted.verb == "kernels" else EXECUTED,
+        "note": EXECUTED if wanted.verb == "sweep" else CHOSEN,
         "packages": [f"{each.name} {each.version}" for each in packages],
         "command": sys.argv,
         **found,

@@ -100,27 +100,6 @@ def _dtype(part: str) -> Any:
     return {"nf4": torch.bfloat16, "int8": torch.float16}.get(part) or getattr(torch, part)
 
 
-def _checked(module: Any) -> Any:
-    """The layer as the arithmetic checks have it: checksums are computed from copies that nobody verifies here."""
-    import torch
-    from torch import nn
-
-    from hf_rocm_tune.train.arithmetic.checksums import HostWeights
-    from hf_rocm_tune.train.arithmetic.products import frozen_products
-
-    class Copies(HostWeights):
-        def verified_copy(self, tensor: Tensor) -> Tensor:
-            return tensor.detach().cpu()
-
-    mover: Any = SimpleNamespace(move_to=lambda device, tensor, **_: tensor.to(device))
-    weights = Copies(mover)
-    (layer,) = frozen_products(nn.ModuleList([module]), computed_in=None)
-    weights.compute([layer])
-    weights.place([layer])
-    torch.cuda.synchronize()
-    return layer
-
-
 def _of_layers(part: str, most: float, chosen: list[tuple[int, int]], until: float) -> Iterator[Row]:
     for number, (into, out) in enumerate(SHAPES):
         if (into, out) not in chosen:
@@ -138,13 +117,14 @@ def _of_layer(part: str, number: int, side: str, length: int, outputs: int, of: 
     import torch
 
     from hf_rocm_tune.train.arithmetic.products import Call
+    from tests.gfx1100.amd_products import checked
 
     random = torch.Generator().manual_seed(number)
     rows, columns = (outputs, length) if side == "forward" else (length, outputs)
     weight = torch.randn(rows, columns, generator=random) * 0.02 + number % 2 * 0.01
     bias = torch.randn(rows, generator=random) * 0.1 if number % 3 == 0 else None
     module = _module(part, weight, bias)
-    layer = _checked(module)
+    layer = checked(module)
     dtype = _dtype(part)
     log = Log()
     log.launches()

@@ -5,7 +5,8 @@
 A small Llama (two layers, 64 wide, 512 words) is trained on the simulated card: products by Debian's rocBLAS and
 hipBLASLt, 4-bit work by bitsandbytes' ROCm library, digests and losses by Triton's kernels, each executed as gfx1100
 machine code; everything else by torch's code for CPUs. Every product with a frozen weight is checked in every step.
-A second run is killed and goes on; its adapter is compared with that of the first, byte for byte.
+A second run is killed and goes on; its adapter is compared with that of the first, byte for byte. The library of the
+loss's gradient is chosen, as on a card, by timing products, but by smaller ones: emulated, the real ones take minutes.
 
 The result names each kernel and each operator, how often it ran, and who wrote its code. `python -m
 tests.gfx1100.rocm_libs` fetches the libraries first.
@@ -36,6 +37,12 @@ METHODS: dict[str, list[str]] = {
 }
 SAVED = 5
 """Steps between checkpoints."""
+TIMED = """
+import runpy, sys
+from hf_rocm_tune.models import products
+products._SHAPES = ((64, 512, 64),)
+runpy.run_module("hf_rocm_tune.sft", run_name="__main__", alter_sys=True)
+"""
 
 
 def train(argv: list[str], *, card: bool, code: int = 0, **variables: str) -> float:
@@ -109,7 +116,7 @@ def one_method(method: str, wanted: argparse.Namespace, scratch: Path) -> dict[s
 
     def argv(name: str) -> list[str]:
         return [
-            "-m", "hf_rocm_tune.sft", "--model_name_or_path", str(model), "--dataset_name", str(rows),
+            "-c", TIMED, "--model_name_or_path", str(model), "--dataset_name", str(rows),
             "--output_dir", str(scratch / f"{method}-{name}"), "--max_steps", str(wanted.steps),
             "--save_steps", str(SAVED), "--per_device_train_batch_size", "2", "--max_length", "64",
             "--learning_rate", "0.01", "--lora_dropout", "0.0", "--logging_steps", "1", "--disable_tqdm", "true",

@@ -5,11 +5,11 @@
 A LoRA and a QLoRA step (rank 16 on all linear layers, activations recomputed) of Llama 3 8B's shapes, with tensors
 without memory: nothing is computed or measured. Each call counts as the longer of its operations at 50e12 a second and
 the bytes that it reads and writes at 640e9, as `hf_rocm_tune/train/arithmetic/bounds.py` has them of a 7900 XT. What
-a step's transfers, digests and sampled checks add is not in it (by count below 1 % each), nor what a launch costs.
+a step's transfers, digests and sampled checks add is not in it, nor what a launch costs.
 
 Whose code it is decides whether it was executed as gfx1100 machine code by `tests/gfx1100`: that of rocBLAS, hipBLASLt
-and bitsandbytes was, and the Triton kernels of this project. torch's own kernels, which no package registry has, were
-not; nor was AOTriton's attention.
+and bitsandbytes was, and the Triton kernels of this project. torch's own kernels were not, nor was AOTriton's
+attention: its build for ROCm is not in the package registries that the tests can reach.
 """
 
 from __future__ import annotations

@@ -6,9 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from hf_rocm_tune.train.arithmetic.checksums import HostWeights
+from hf_rocm_tune.train.arithmetic.products import Call, Product, frozen_products
 
 CARD = torch.device("cuda", 0)
 Row = dict[str, object]
@@ -53,6 +58,37 @@ def cases(kind: torch.dtype) -> Iterator[tuple[str, Callable[[], Tensor], Tensor
         yield "to float32", lambda: torch.mm(X, W.t(), out_dtype=torch.float32), x @ w.T
 
 
+class Copies(HostWeights):
+    """Checksums of weights whose copies nobody verifies."""
+
+    def __init__(self) -> None:
+        mover: Any = SimpleNamespace(move_to=lambda device, tensor, **_: tensor.to(device))
+        super().__init__(mover)
+
+    def verified_copy(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu()
+
+
+def checked(module: nn.Module) -> Product:
+    """A frozen layer on the card as the arithmetic checks have it."""
+    weights = Copies()
+    (layer,) = frozen_products(nn.ModuleList([module]), computed_in=None)
+    weights.compute([layer])
+    weights.place([layer])
+    torch.cuda.synchronize()
+    return layer
+
+
+def residual(kind: torch.dtype) -> float:
+    """Of the forward product of a layer, over the bound of the checks."""
+    torch.manual_seed(4)
+    module = nn.Linear(65, 131, bias=False, device="meta")
+    module.weight = nn.Parameter((torch.randn(131, 65) * 0.1).to(kind).to(CARD))
+    layer = checked(module.requires_grad_(False))
+    x = torch.randn(37, 65).to(kind).to(CARD)
+    return float(layer.residuals("forward", x, module(x), kind, Call(again=module)).max())
+
+
 def integers() -> Iterator[Row]:
     """Products of bitsandbytes' 8-bit layers, which its library hands on to hipBLASLt; every sum is exact."""
     from bitsandbytes import functional as bnb
@@ -82,6 +118,8 @@ def main() -> None:
                 except RuntimeError as error:
                     row["error"] = str(error)
                 print(json.dumps(row), flush=True)
+            row = {"case": "checked", "dtype": name, "hipblaslt": prefers == "1", "residual": residual(kind)}
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

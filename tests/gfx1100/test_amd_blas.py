@@ -44,17 +44,19 @@ def test_products_of_torch_are_right_and_the_libraries_own(products: Products) -
     """Every layout, batches, groups, in place, into columns, with biases: as float64 has them, up to rounding. Those of
     8-bit layers have no rounding."""
     rows, kernels = products("bfloat16", "float32", "int8")
-    assert len(rows) == 2 * 17 + 16 + 2
+    assert len(rows) == 2 * 18 + 17 + 2
     for (case, dtype, _), row in rows.items():
         if dtype == "int8":
             assert row["wrong"] == 0, row
+        elif case == "checked":
+            assert row["residual"] < 0.5, row
         else:
             assert row["distance"] < BOUNDS["float32" if case == "to float32" else dtype], row
     assert sum(kernels.values()) >= len(rows) and all(name.startswith("Cijk_") for name in kernels), kernels
     # rocBLAS by default; hipBLASLt for a bias in 16 bits, for int8, and where it is preferred: its kernels take a
     # struct. Two groups have rows.
     theirs = sum(count for name, count in kernels.items() if "UserArgs" in name)
-    assert theirs == 17 + 1 + 1 + 2, kernels
+    assert theirs == 18 + 1 + 1 + 2, kernels
     integers = [name for name in kernels if "_I8II_" in name]
     assert integers and all("_MI16x16x1" in name for name in integers), kernels
     assert all("_MI16x16x1" in name for name in kernels if "_BBS_" in name), "no matrix instructions"
@@ -64,6 +66,9 @@ def test_products_of_torch_are_right_and_the_libraries_own(products: Products) -
 def test_products_of_halves(products: Products) -> None:
     rows, _ = products("float16")
     for (case, dtype, _), row in rows.items():
+        if case == "checked":
+            assert row["residual"] < 0.5, row
+            continue
         assert row["distance"] < BOUNDS["float32" if case == "to float32" else dtype], row
 
 
@@ -76,9 +81,10 @@ MUTANTS = {
 
 
 def test_a_kernel_of_the_library_without_one_instruction_is_found(products: Products) -> None:
-    """By the comparison with float64, and by the interpreter's own checks."""
+    """By the comparison with float64, by the checks of a layer's product, and by the interpreter's own checks."""
     lines = "\n".join(f"{kernels}={instructions}={number}" for kernels, instructions, number in MUTANTS.values())
     rows, _ = products("bfloat16", SIMCARD_GFX1100_MUTANTS=lines)
     assert rows["forward", "bfloat16", False]["distance"] > 10 * BOUNDS["bfloat16"]
+    assert rows["checked", "bfloat16", False]["residual"] > 10 and rows["checked", "bfloat16", True]["residual"] < 0.5
     assert "without a barrier between" in rows["backward", "bfloat16", False]["error"]
     assert "the program has not waited for the load into it" in rows["gradient", "bfloat16", False]["error"]

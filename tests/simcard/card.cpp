@@ -1117,12 +1117,15 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   if (counting) {
     int64_t bytes = 0;
-    for (const Args* side : {&args, &results})
-      for (const auto& v : *side)
-        each(v, [&](const Tensor& t) {
-          if (t.defined()) bytes += int64_t(t.nbytes());
-          return t;
-        });
+    auto add = [&](const c10::IValue& v) {
+      each(v, [&](const Tensor& t) {
+        if (t.defined()) bytes += int64_t(t.nbytes());
+        return t;
+      });
+    };
+    for (const auto& v : args) add(v);
+    for (size_t r = 0; r < results.size(); ++r)
+      if (from[r] < 0) add(results[r]);  // the others are arguments
     note_operator(full, bytes);
   }
   for (auto& r : results) stack->push_back(std::move(r));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +114,24 @@ def test_the_card_keeps_its_rules() -> None:
         [sys.executable, "-c", EXPERIMENTS], env=environment, capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+COUNTED = """
+import torch
+x = torch.ones(1000, device="cuda")
+(x + x).to(torch.float64)
+torch.cuda.synchronize()
+"""
+
+
+def test_operators_by_the_cpus_code_are_counted_on_request(tmp_path: Path) -> None:
+    """An addition of 4,000 bytes reads two operands and writes one; a cast is a copy."""
+    try:
+        environment = {**os.environ, **simcard.environment(), "SIMCARD_OPERATORS": str(tmp_path / "operators")}
+    except simcard.NoCompiler as missing:
+        pytest.skip(str(missing))
+    subprocess.run([sys.executable, "-c", COUNTED], env=environment, check=True, timeout=240)
+    lines = [line.split("\t") for line in (tmp_path / "operators").read_text().splitlines()]
+    rows = {name.partition(".")[0]: (int(calls), int(nbytes)) for name, calls, nbytes in lines}
+    assert rows["aten::copy_"] == (1, 12000)
+    assert rows["aten::add"] == (1, 12000)
