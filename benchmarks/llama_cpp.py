@@ -15,7 +15,9 @@ and their quotient.
 Where they differ, the same beside other models tells why: ``of_the_files_weights``, of a quantised file, beside
 transformers with the weights that the file holds, so that what quantising costs is apart from how llama.cpp computes;
 ``as_computed`` beside these weights with what llama.cpp rounds besides: what enters a product to the type of its matrix
-(16 bits for bfloat16, blocks of 8 bits for quantised types), and GELU by a table of 16 bits.
+(16 bits for bfloat16, blocks of 8 bits for quantised types), and GELU by a table of 16 bits. What is left then is what
+falls on the other side of a step of that rounding, because sums were added in another order: ``spread`` is by how much
+the same computation in transformers differs from itself when what is rounded is changed by 2e-7 of its size before.
 ``tokens_without_added_spaces``: ``tokens`` of a SentencePiece vocabulary whose file adds a space before texts, when
 llama-server is told to add none.
 """
@@ -561,7 +563,21 @@ def _explained(
         found["of_the_files_weights"] = beside(there, model, tokenizer, ends)
     with as_llama_cpp_computes(kind, model):
         found["as_computed"] = beside(there, model, tokenizer, ends)
+    found["spread"] = {"log_prob": _spread(kind, model, there)}
     return found
+
+
+def _spread(kind: str, model: Any, there: Answered) -> float:
+    """The largest difference of a log-probability of llama.cpp's tokens between two computations as near as sums are."""
+    path = [*there.prompt, *there.tokens]
+    first = len(there.prompt) - 1
+    wanted = torch.tensor(there.tokens).unsqueeze(-1)
+    known = []
+    for shaken in (0.0, 2e-7):
+        with as_llama_cpp_computes(kind, model, shaken=shaken), torch.inference_mode():
+            logs = model(input_ids=torch.tensor([path])).logits[0, first:-1].float().log_softmax(-1)
+        known.append(logs.gather(-1, wanted))
+    return float((known[0] - known[1]).abs().max())
 
 
 def _as_stored(file: Path, merged: Path) -> Any:
@@ -607,10 +623,11 @@ _ENTERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @contextmanager
-def as_llama_cpp_computes(kind: str | None, model: Any) -> Iterator[None]:
+def as_llama_cpp_computes(kind: str | None, model: Any, *, shaken: float = 0.0) -> Iterator[None]:
     """Let transformers round as llama.cpp's CPU code does: what enters a product with a matrix, and GELU.
 
     ``kind`` of the file; None and "f32" round nothing before a product. A mixture's router stays in float32 there.
+    ``shaken``: by how much of their size values are changed at random before they are rounded.
     """
     plain_linear, plain_gelu = torch.nn.functional.linear, torch.nn.functional.gelu
     rounded = _ENTERS.get(kind or "")
@@ -618,7 +635,7 @@ def as_llama_cpp_computes(kind: str | None, model: Any) -> Iterator[None]:
 
     def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if rounded is not None and weight.shape[0] != experts:
-            values = rounded(values)
+            values = rounded(values * (1 + shaken * torch.randn_like(values)))
         return plain_linear(values, weight, bias)
 
     def gelu(values: torch.Tensor, approximate: str = "none") -> torch.Tensor:

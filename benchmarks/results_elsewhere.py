@@ -10,7 +10,9 @@ base and adapter by the lines of the model card, and the merged model by ``gener
 
 In a result: ``tokens``: whether six texts and the conversation have the tokens that the base's tokenizer gives;
 ``stops``: by program, whether exactly the learnt answer came, ended by itself; ``logits``: the largest difference
-between the merged model and base plus adapter in plain PEFT; ``verify``: the command's exit code.
+between the merged model and base plus adapter in plain PEFT; ``verify``: the command's exit code; ``template ... in
+llama.cpp``, of a model with several: whether llama-server renders the question (with a tool: ``tool_use``) as
+transformers does, and what it renders.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from tests.e2e.command import CommandServer, Result
 
 QUESTION, ANSWER, LIMIT = "What is a lantern?", "A small light.", 24
 ASKED = [{"role": "user", "content": QUESTION}]
+TOOLS = [{"type": "function", "function": {"name": "light", "description": "Lights a lantern.", "parameters": {}}}]
 TALK = [*ASKED, {"role": "assistant", "content": ANSWER}]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.1}
@@ -166,7 +169,13 @@ def named_templates(room: Path) -> Made:
     """Several templates by name, as transformers 4 wrote them."""
     base = _save(room / "base", _byte_pairs())
     default = (base / "chat_template.jinja").read_text()
-    rows = [{"name": "default", "template": default}, {"name": "tool_use", "template": "TOOLS " + default}]
+    rows = [
+        {"name": "default", "template": default},
+        {
+            "name": "tool_use",
+            "template": "{% for t in tools %}TOOL {{ t['function']['name'] }}\n{% endfor %}" + default,
+        },
+    ]
     (base / "chat_template.jinja").unlink()
     _edit(base / "tokenizer_config.json", chat_template=rows)
     return Made(base, {}, "qwen2")
@@ -318,13 +327,20 @@ def make(kind: str, room: Path, server: CommandServer, sources: Path | None) -> 
     return row
 
 
-def served(row: dict[str, Any], sources: Path) -> Any:
-    """The answer of llama-server to the question, from the merged model's GGUF file."""
+def served(row: dict[str, Any], sources: Path) -> dict[str, Any]:
+    """What llama-server makes of the merged model's GGUF file: its answer to the question, and its chat templates."""
     (file,) = (row["room"] / "merged" / "gguf").glob("*.gguf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(row["room"] / "merged")
     with llama_cpp.served(sources / "build" / "bin", file, None) as ask:
         body = {"messages": ASKED, "temperature": 0, "max_tokens": LIMIT}
         said = ask("/v1/chat/completions", body)["choices"][0]
-    return [said["message"]["content"].strip(), said["finish_reason"]]
+        found = {"llama.cpp": [said["message"]["content"].strip(), said["finish_reason"]]}
+        if isinstance(tokenizer.chat_template, dict):
+            for name, tools in (("default", None), ("tool_use", TOOLS)):
+                there = ask("/apply-template", {"messages": ASKED, **({"tools": tools} if tools else {})})["prompt"]
+                here = tokenizer.apply_chat_template(ASKED, tools=tools, tokenize=False, add_generation_prompt=True)
+                found[f"template {name} in llama.cpp"] = [there == here, there]
+    return found
 
 
 def main() -> int:
@@ -354,7 +370,7 @@ def main() -> int:
             rows[kind] |= row
             if sources is not None and rows[kind]["merge"] is None:
                 try:
-                    rows[kind]["llama.cpp"] = served(rows[kind], sources)
+                    rows[kind] |= served(rows[kind], sources)
                 except (RuntimeError, OSError) as error:
                     rows[kind]["llama.cpp"] = f"{type(error).__name__}: {error}"[-600:]
         for kind, row in rows.items():
