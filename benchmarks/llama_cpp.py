@@ -568,7 +568,7 @@ def _explained(
 
 
 def _spread(kind: str, model: Any, there: Answered) -> float:
-    """The largest difference of a log-probability of llama.cpp's tokens between two computations that differ by 2e-7."""
+    """The largest difference of the log-probability of one of llama.cpp's tokens between two such computations."""
     path = [*there.prompt, *there.tokens]
     first = len(there.prompt) - 1
     wanted = torch.tensor(there.tokens).unsqueeze(-1)
