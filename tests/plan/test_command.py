@@ -125,6 +125,12 @@ def test_preferences_are_planned_with_their_second_pass(trainer: str, small: str
     assert code == 2 and "are for sft" in err
 
 
+def test_workers_that_load_data_are_in_the_memory_of_the_host(planned: Any) -> None:
+    alone, loaded = (planned(*QUICK, "--method", "lora", *more)["host"] for more in ((), ("--workers", "3")))
+    assert loaded["parts"].pop("data loader workers") == 3 * GIB / 2
+    assert loaded["parts"] == alone["parts"] and loaded["total"] == alone["total"] + 3 * GIB / 2
+
+
 def test_what_leaves_less_than_is_assumed_wrong_is_called_tight(planned: Any) -> None:
     words = ("--seq", "64", "--effective_batch", "1", "--method", "lora", "--desktop_gib", "3", "--no-checkpointing")
     total = planned(*words, "--vram", "20")["total"] / GIB
