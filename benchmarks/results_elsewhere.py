@@ -258,7 +258,10 @@ for line in sys.stdin:
         ids = [one(chat[0], add_special_tokens=False)["input_ids"] for one in (trained, found)]
         row["tokens"] = wrong or (True if chat[0] == chat[1] and ids[0] == ids[1] else chat)
         model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
-        live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if plain.config.vocab_size != model.config.vocab_size:  # as the card of such a run says
+            plain.resize_token_embeddings(model.config.vocab_size, mean_resizing=False)
+        live = PeftModel.from_pretrained(plain, adapter)
         live.generation_config = GenerationConfig.from_pretrained(adapter)
         inputs = torch.tensor([ids[0]])
         with torch.no_grad():

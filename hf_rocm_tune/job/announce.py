@@ -346,6 +346,7 @@ class RunOutputs:
         base = model.get_base_model() if adapted else model
         trainable, total = trainable_parameters(model)
         dtypes = sorted({_bare(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
+        rows = getattr(base.config.get_text_config(), "vocab_size", None)
         return {
             "method": method(self.trainer),
             "model_class": type(base).__name__,
@@ -354,6 +355,7 @@ class RunOutputs:
             "dtype": _bare(getattr(base.config, "dtype", None) or base.dtype),  # of the weights, or of computing
             "adapter_dtype": next((one for one in dtypes if one != "float32"), "float32") if adapted else None,
             "quantization": _quantization(base.config),
+            "resized_to": rows if adapted and rows != self.facts.vocabulary else None,  # token embeddings of the base
             "chat_template": bool(getattr(self.trainer.processing_class, "chat_template", None)),
             "packed_experts": any(is_packed(experts) for _, experts in experts_of(base)),  # only we load them
         }

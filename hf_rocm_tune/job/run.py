@@ -509,6 +509,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     on_host = strategy.on_host and job.source.quantization is None
     before = torch.get_rng_state()
     model, seconds = load_model(job.source, job.mover, on_host=on_host, streamed=job.streamed)
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     drawn = not torch.equal(before, torch.get_rng_state())
     if drawn and job.arguments.model.use_peft and job.adapter is None:
         announce.say(
@@ -567,6 +568,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         attested_files=records.attested,
         not_attested=records.unknown,
         findings=job.findings,
+        vocabulary=vocabulary,
         preflight=job.arguments.preflight.to_dict() if job.arguments.preflight else None,
         telemetry=job.telemetry,
         auto_fit=dict(vars(job.fit)) if job.fit is not None else None,

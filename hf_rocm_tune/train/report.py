@@ -50,6 +50,7 @@ class RunFacts:
     telemetry: Telemetry | None = None  # of this process's card; None if the user has turned it off
     auto_fit: Mapping[str, Any] | None = None  # the choice of --auto_fit and the figures behind it
     data: tuple[Mapping[str, Any], ...] = ()  # see `data.summary.DataSummary`
+    vocabulary: int | None = None  # rows of the base's token embeddings, before the run added any
     preflight: Mapping[str, Any] | None = None  # how several ranks average gradients, and the evidence
 
 

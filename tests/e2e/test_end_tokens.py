@@ -133,3 +133,23 @@ def test_it_stops_wherever_it_is_used(run: Path, place: Path, server: CommandSer
     assert (whole / "tokenizer.model").read_bytes() == b"pieces"
     content = json.loads((whole / "tokenizer_config.json").read_text())
     assert content["published"] and content["eos_token"] == ("<|im_end|>" if "eos" in run.name else "<|unk|>")
+
+
+def test_the_code_of_the_card_loads_a_run_that_added_tokens(server: CommandServer, place: Path) -> None:
+    """The template of another model, whose turns are tokens that the base has not."""
+    other = AutoTokenizer.from_pretrained(place / "base")
+    turns = {"additional_special_tokens": ["<turn>", "</turn>"]}
+    other.add_special_tokens(turns, replace_extra_special_tokens=False)
+    other.chat_template = (
+        "{% for m in messages %}{{ '<turn>' + m['role'] + ': ' + m['content'] + '</turn>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<turn>assistant: ' }}{% endif %}"
+    )
+    other.save_pretrained(place / "other")
+    out = place / "more-tokens"
+    argv = flags(model="base", dataset="rows.jsonl", output_dir=out, chat_template_path="other", **MEMORISED)
+    done(server.run(*argv, cwd=place))
+    (out / "base").symlink_to(place / "base")
+    done(server.run(str(out), str(place / "merged-more"), env={"VERB": "merge"}, cwd=place))
+    answered, merged = plain((code_of_the_card(out), "", out), (PLAIN, str(place / "merged-more"), place))
+    wanted = len(AutoTokenizer.from_pretrained(out)(ANSWER)["input_ids"]) + 1
+    assert answered == merged == (wanted, repr(f"{ANSWER}</turn>"))

@@ -18,6 +18,7 @@ TRAINED: dict[str, Any] = {
     "dtype": "bfloat16",
     "adapter_dtype": "float32",
     "quantization": None,
+    "resized_to": None,
     "chat_template": True,
     "packed_experts": False,
 }

@@ -147,6 +147,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["SmolVLMForConditionalGeneration.from_pretrained("],
         ["AutoModel", "autocast_adapter_dtype"],
     ),
+    "new tokens": ({"resized_to": 903}, ["model.resize_token_embeddings(903, mean_resizing=False)\nmodel = Peft"], []),
     "no chat template": ({"chat_template": False}, ['tokenizer("A checksum is"'], ["apply_chat_template"]),
 }
 
