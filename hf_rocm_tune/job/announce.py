@@ -31,6 +31,7 @@ from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.models import products
 from hf_rocm_tune.models.adapter import trainable_parameters
+from hf_rocm_tune.models.base_files import GENERATION_FILE
 from hf_rocm_tune.models.experts import experts_of, is_packed
 from hf_rocm_tune.publish import readme, vocabulary
 from hf_rocm_tune.publish.history import LOG_NAME, Run, write_log
@@ -293,8 +294,8 @@ class RunOutputs:
         config = getattr(model.get_base_model(), "generation_config", None) if hasattr(model, "peft_config") else None
         if config is None:
             return []
-        write_text_atomic(directory / vocabulary.GENERATION_FILE, config.to_json_string())
-        return [vocabulary.GENERATION_FILE]
+        write_text_atomic(directory / GENERATION_FILE, config.to_json_string())
+        return [GENERATION_FILE]
 
     @property
     def _output_dir(self) -> Path:

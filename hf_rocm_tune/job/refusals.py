@@ -28,7 +28,7 @@ from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
 from hf_rocm_tune.settings.verbs import VERBS
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.publish.adapter import Adapter
+    from hf_rocm_tune.survive.saved_adapter import Adapter
 
 
 def _saves_between_generations(job: Arguments) -> bool:

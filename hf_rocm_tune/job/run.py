@@ -60,7 +60,6 @@ from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.publish import serving
-from hf_rocm_tune.publish.adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.publish.history import read_json
 from hf_rocm_tune.publish.push import Publisher
 from hf_rocm_tune.publish.verdict import verdict_line
@@ -69,6 +68,7 @@ from hf_rocm_tune.settings import arguments as command_line
 from hf_rocm_tune.settings.arguments import Arguments
 from hf_rocm_tune.settings.verbs import VERBS
 from hf_rocm_tune.survive.run_directory import ADDED, StartPlan, prepare_output_dir
+from hf_rocm_tune.survive.saved_adapter import Adapter, attach_for_training, open_adapter
 from hf_rocm_tune.train import report, telemetry
 from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec

@@ -23,6 +23,7 @@ TOKENIZER_FILE = re.compile(
     r"|chat_template.*|.*processor.*\.json"
 )
 """Names of the files of a tokenizer or processor."""
+GENERATION_FILE = "generation_config.json"
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Where transformers writes the chat templates that stand beside the default one."""
 CONFIG_FILES = ("config.json", "generation_config.json")

@@ -153,7 +153,7 @@ def merge(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) -> 
 
 
 def _adapter_as_gguf(wanted: argparse.Namespace, tools: export.Tools | None) -> Path:
-    from hf_rocm_tune.publish.adapter import base_of, open_adapter
+    from hf_rocm_tune.survive.saved_adapter import base_of, open_adapter
 
     assert tools is not None
     if wanted.out.exists() and (not wanted.out.is_dir() or any(wanted.out.iterdir())):

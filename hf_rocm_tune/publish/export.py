@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hf_rocm_tune.errors import CorruptionError, UsageError, listed
 
 if TYPE_CHECKING:
-    from hf_rocm_tune.publish.adapter import Adapter
+    from hf_rocm_tune.survive.saved_adapter import Adapter
 
 CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
 ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
@@ -192,9 +192,9 @@ def export_adapter(
     from safetensors.torch import load_file, save_file
 
     from hf_rocm_tune.publish import ollama, serving, vocabulary
-    from hf_rocm_tune.publish.adapter import CONFIG_FILE, WEIGHTS_FILE
     from hf_rocm_tune.survive import manifest
     from hf_rocm_tune.survive.atomic import staged_directory
+    from hf_rocm_tune.survive.saved_adapter import CONFIG_FILE, WEIGHTS_FILE
 
     config: dict[str, Any] = json.loads((adapter.directory / CONFIG_FILE).read_text(encoding="utf-8"))
     if why := serving.obstacles(config)[serving.LLAMA_CPP]:

@@ -19,8 +19,8 @@ from transformers import GenerationConfig, TextStreamer, set_seed
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line, shortage_advice
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, load_model, load_tokenizer
 from hf_rocm_tune.models.placement import Coverage, coverage, place
-from hf_rocm_tune.publish.adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, read_adapter
 from hf_rocm_tune.publish.vocabulary import end_tokens
+from hf_rocm_tune.survive.saved_adapter import WEIGHTS_FILE, Adapter, attach, base_of, find_adapter, read_adapter
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from hf_rocm_tune.publish.verdict import Verdict, judge
 from hf_rocm_tune.redaction import Private, scrub_json
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import write_text_atomic
-from hf_rocm_tune.survive.run_directory import SMALL_PICTURES
+from hf_rocm_tune.survive.run_directory import SMALL_PICTURES, list_checkpoints
 
 LOG_NAME = "training_log.json"
 REPORT_NAME = "transfer_report.json"
@@ -81,7 +81,7 @@ def collect(directory: Path) -> Run:
     """Read the files of a run; a ``UsageError`` if there are none."""
     if not os.path.isdir(directory):  # unlike Path.is_dir, never raises
         raise UsageError(f"{directory} is not a directory: name the --output_dir of a run")
-    found, missing = checkpoints(directory), list[str]()
+    found, missing = [path for _, path in list_checkpoints(directory)], list[str]()
     problems, sealed = manifest.inspect(directory)
     record = read_json(directory / "run.json", missing)
     run_id = text(record, "run_id") or (sealed.run_id if sealed else "")
@@ -140,15 +140,3 @@ def read_json(path: Path, missing: list[str] | None = None, run_id: str = "") ->
         if missing is not None:
             missing.append(f"{path.name}: {why}")
         return {}
-
-
-def run_settings(directory: Path) -> dict[str, Any]:
-    """Of the run that wrote a directory, or the directory above a checkpoint; empty if unknown."""
-    found = (mapping(read_json(folder / "run.json"), "settings") for folder in (directory, directory.parent))
-    return next(filter(None, found), {})
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """Directories of checkpoints, the oldest first."""
-    found = [path for path in directory.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(filter(Path.is_dir, found), key=lambda path: int(path.name.rpartition("-")[2]))

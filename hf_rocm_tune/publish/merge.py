@@ -32,14 +32,15 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import read_object
 from hf_rocm_tune.models import base_files
+from hf_rocm_tune.models.base_files import GENERATION_FILE
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, is_pickled, load_model
 from hf_rocm_tune.models.files import FileRecords, check_model_directory
 from hf_rocm_tune.publish import vocabulary
-from hf_rocm_tune.publish.adapter import NAME, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
 from hf_rocm_tune.publish.leftovers import Leftovers, add_leftovers, leftovers_of
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import clean_leftovers, staged_directory
 from hf_rocm_tune.survive.manifest import FileEntry
+from hf_rocm_tune.survive.saved_adapter import NAME, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
@@ -291,8 +292,8 @@ def _write(
             weight_map[tensor] = file
         index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
         written[_INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
-    if vocabulary.GENERATION_FILE not in texts:
-        (staging / vocabulary.GENERATION_FILE).unlink(missing_ok=True)
+    if GENERATION_FILE not in texts:
+        (staging / GENERATION_FILE).unlink(missing_ok=True)
     for name, content in written.items():
         (staging / name).write_bytes(content)
         entries[name] = FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
@@ -332,7 +333,7 @@ def _texts(base: Path, adapter: Adapter, config: Any, *, trust_remote_code: bool
     speaks = loaded[-1] if loaded and not adapter.is_reward else None
     given = vocabulary.generation_file(base, adapter.directory, speaks, fallback=text_config.eos_token_id)
     if given is not None:
-        files[vocabulary.GENERATION_FILE] = given
+        files[GENERATION_FILE] = given
     return files
 
 

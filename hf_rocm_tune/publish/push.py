@@ -25,7 +25,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from hf_rocm_tune.errors import CommandParser, CorruptionError, Interrupted, TuneError, UsageError
 from hf_rocm_tune.foreign import parse_json, read_bytes
 from hf_rocm_tune.publish import say, serving, signing
-from hf_rocm_tune.publish.history import REPORT_NAME, checkpoints, collect, read_json, run_settings
+from hf_rocm_tune.publish.history import REPORT_NAME, collect, read_json
 from hf_rocm_tune.publish.page import PAGE_NAME, page_of
 from hf_rocm_tune.publish.readme import README_NAME, clean_readme, is_hub_id, published_names
 from hf_rocm_tune.publish.signing import SIGNATURE_NAME
@@ -42,6 +42,7 @@ from hf_rocm_tune.redaction import (
 )
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileEntry, Manifest, read_once
+from hf_rocm_tune.survive.run_directory import list_checkpoints, run_settings
 from hf_rocm_tune.version import __version__
 
 Say = Callable[[str], None]
@@ -152,7 +153,7 @@ class _Piece(NamedTuple):
 
 def _parts(directory: Path, wanted: Checkpoints) -> dict[str, Path]:
     """A result and the checkpoints that are wanted, by their folders on the Hub."""
-    found = checkpoints(directory) if wanted != "none" else []
+    found = [path for _, path in list_checkpoints(directory)] if wanted != "none" else []
     if wanted != "none" and not found:
         raise UsageError(f"--checkpoints {wanted}: there is no checkpoint-N in {directory}; leave the flag out")
     folders = {_LAST: found[-1]} if wanted == "last" else {f"{path.name}/": path for path in found}
@@ -414,7 +415,7 @@ class Publisher(_Repository):
         finish = f"The result in {directory} is complete, and the same command again finishes the push"
         try:
             self.wait()
-            wanted = self._settings.checkpoints if checkpoints(directory) else "none"
+            wanted = self._settings.checkpoints if list_checkpoints(directory) else "none"
             done = self.send(self.stage(_parts(directory, wanted)), "End of training")
         except KeyboardInterrupt as stop:
             raise Interrupted(f"the push was stopped. {finish}") from stop

@@ -68,13 +68,14 @@ class Model(NamedTuple):
 
 def model_in(directory: Path, *, trust_remote_code: bool = False) -> Model:
     """Read what a file is compared with; a ``UsageError`` if that cannot be loaded."""
+    from hf_rocm_tune.models.base_files import GENERATION_FILE
     from hf_rocm_tune.models.factory import ModelSource, read_config
     from hf_rocm_tune.publish import vocabulary
 
     tokenizer = vocabulary.tokenizer_in(directory, trust_remote_code=trust_remote_code)
     config = read_config(ModelSource(name=str(directory), trust_remote_code=trust_remote_code)).get_text_config()
     known = config.eos_token_id
-    file = directory / vocabulary.GENERATION_FILE
+    file = directory / GENERATION_FILE
     if file.is_file():
         known = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", known)
     return Model(tokenizer, config, vocabulary.end_tokens(known, tokenizer), directory)

@@ -28,7 +28,6 @@ from hf_rocm_tune.models.base_files import BaseFile, BaseRecord
 from hf_rocm_tune.models.files import hub_snapshot, sums
 from hf_rocm_tune.paths import expand_user, is_local_model
 from hf_rocm_tune.publish import signing
-from hf_rocm_tune.publish.adapter import CONFIG_FILE, above
 from hf_rocm_tune.publish.history import REPORT_NAME, read_json
 from hf_rocm_tune.publish.readme import README_NAME
 from hf_rocm_tune.publish.values import mapping, text
@@ -36,6 +35,7 @@ from hf_rocm_tune.publish.verdict import counted, judge
 from hf_rocm_tune.redaction import hub_id_of, print_line
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.manifest import MANIFEST_NAME, FileProblem, Manifest
+from hf_rocm_tune.survive.saved_adapter import CONFIG_FILE, above
 
 # What programs load of a directory, whoever wrote it.
 _LOADED = re.compile(

@@ -18,12 +18,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.foreign import parse_json
-from hf_rocm_tune.models.base_files import TOKENIZER_FILE, further_templates
+from hf_rocm_tune.models.base_files import GENERATION_FILE, TOKENIZER_FILE, further_templates
 from hf_rocm_tune.models.factory import ModelSource, load_tokenizer
 from hf_rocm_tune.models.files import hub_snapshot
 from hf_rocm_tune.paths import expand_user
 
-GENERATION_FILE = "generation_config.json"
 ROLES = ("bos", "eos", "pad")
 """Special tokens whose ids are in a model's configuration too."""
 

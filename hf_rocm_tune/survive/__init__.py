@@ -1,1 +1,1 @@
-"""Survival: files that are whole or not there, manifests, saved state, whose directory it is, and the heartbeat."""
+"""Survival: files that are whole or not there, manifests, saved state, saved adapters, and whose directory it is."""

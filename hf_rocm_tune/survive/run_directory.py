@@ -224,6 +224,16 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
+def run_settings(directory: Path) -> dict[str, Any]:
+    """Settings of the run that wrote a directory, or the directory above a checkpoint; empty if they cannot be read."""
+    for folder in (directory, directory.parent):
+        with suppress(OSError, ValueError):
+            settings = read_object(folder / RUN_FILE).get("settings")
+            if isinstance(settings, dict) and settings:
+                return settings
+    return {}
+
+
 def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints of a run until ``limit`` are left; None or below 1 keeps all.
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate.utils import gather_object
@@ -18,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_rocm_tune.errors import UsageError, listed
 from hf_rocm_tune.lifecycle.heartbeat import survival
 from hf_rocm_tune.models import products
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.redaction import redact_json
 from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.survive.run_directory import new_record, read_record, write_record
@@ -27,8 +28,10 @@ from hf_rocm_tune.transfer.digest import device_method, host_method
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, coverage_of, share_words
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from hf_rocm_tune.models.placement import Coverage
     from hf_rocm_tune.train.telemetry import Telemetry
-    from hf_rocm_tune.train.trainer import VerifiedTransferMixin
 
 FILE_NAME = "transfer_report.json"
 SCHEMA = 2
@@ -54,7 +57,16 @@ class RunFacts:
     preflight: Mapping[str, Any] | None = None  # how several ranks average gradients, and the evidence
 
 
-def build(trainer: VerifiedTransferMixin, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
+class ReportedTrainer(OwningTrainer, Protocol):
+    """What a report asks of its trainer."""
+
+    @property
+    def skip_steps(self) -> Collection[int]: ...
+    def weight_coverage(self) -> Coverage: ...
+    def describe(self) -> dict[str, Any]: ...
+
+
+def build(trainer: ReportedTrainer, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
     """Build the report; ``gather``: over all ranks (collective), False for this rank only, after a failure."""
     looked = facts.telemetry.summary() if facts.telemetry else None
     mine = (trainer.transfer_report.to_dict(), facts.findings, looked)
@@ -118,7 +130,7 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
     return target
 
 
-def write_report(trainer: VerifiedTransferMixin, directory: Path) -> list[str]:
+def write_report(trainer: ReportedTrainer, directory: Path) -> list[str]:
     """Write report, log and record of a result that a user's own script saves; returns the names of the first two.
     Collective."""
     data = tuple(one.to_dict() for one in getattr(trainer, "data_summaries", {}).values())
@@ -134,7 +146,7 @@ def write_report(trainer: VerifiedTransferMixin, directory: Path) -> list[str]:
     return [FILE_NAME, TRAINER_STATE_NAME]
 
 
-def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseException) -> None:
+def write_partial(trainer: ReportedTrainer, facts: RunFacts, error: BaseException) -> None:
     """After a failure: rank 0 writes what it knows, or adds a note to the error if it cannot."""
     if not trainer.is_world_process_zero():
         return
@@ -144,7 +156,7 @@ def write_partial(trainer: VerifiedTransferMixin, facts: RunFacts, error: BaseEx
         error.add_note(f"{FILE_NAME} could not be written either: {also}")
 
 
-def write_incident(trainer: VerifiedTransferMixin, facts: RunFacts, incident: dict[str, Any]) -> None:
+def write_incident(trainer: ReportedTrainer, facts: RunFacts, incident: dict[str, Any]) -> None:
     """Record an incident, and write what this rank knows, without asking another one."""
     trainer.transfer_report.incident(incident)
     write(build(trainer, facts, gather=False), Path(trainer.args.output_dir))

@@ -13,9 +13,9 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hf_rocm_tune.publish.adapter import open_adapter
 from hf_rocm_tune.publish.generate import Settings, answer, loaded_model, render
 from hf_rocm_tune.publish.merge import merge
+from hf_rocm_tune.survive.saved_adapter import open_adapter
 from tests import tiny
 from tests.publish.merge_cases import load_base, lora, randomise, write_adapter
 

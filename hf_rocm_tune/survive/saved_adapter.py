@@ -21,14 +21,13 @@ from safetensors import SafetensorError
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import bounded_patterns, check_printable, read_object
-from hf_rocm_tune.models.base_files import TEMPLATE_FOLDER, TOKENIZER_FILE, further_templates
+from hf_rocm_tune.models.base_files import GENERATION_FILE, TEMPLATE_FOLDER, TOKENIZER_FILE, further_templates
 from hf_rocm_tune.models.files import check_safetensors, sums
 from hf_rocm_tune.paths import expand_user
-from hf_rocm_tune.publish.history import checkpoints, run_settings
-from hf_rocm_tune.publish.serving import REWRITES_BASE
-from hf_rocm_tune.publish.vocabulary import GENERATION_FILE
 from hf_rocm_tune.survive import manifest
+from hf_rocm_tune.survive.run_directory import list_checkpoints, run_settings
 from hf_rocm_tune.transfer import digest
+from hf_rocm_tune.upstream import REWRITES_BASE
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -153,7 +152,7 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
     if os.path.isdir(directory):  # unlike Path.is_dir, never raises
         if (directory / CONFIG_FILE).is_file() or (directory / "config.json").is_file():
             return directory if (directory / CONFIG_FILE).is_file() else None
-        found = [path for path in checkpoints(directory) if (path / CONFIG_FILE).is_file()]
+        found = [path for _, path in list_checkpoints(directory) if (path / CONFIG_FILE).is_file()]
         what = f"finish the run, or give its newest checkpoint {found[-1]}" if found else "give an adapter or a model"
         raise UsageError(f"{directory} has neither {CONFIG_FILE} nor config.json: {what}")
     if os.path.exists(directory) or name.startswith((".", "/", "~")):
