@@ -20,7 +20,7 @@ from hf_rocm_tune.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_rocm_tune.data.formats import Rows
+    from hf_rocm_tune.data.formats.layout import Rows
 
 _FIX = "train on all tokens without --assistant_only_loss, or give a template with marks by --chat_template_path"
 

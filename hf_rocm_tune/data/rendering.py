@@ -23,7 +23,7 @@ from hf_rocm_tune.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_rocm_tune.data.formats import Rows
+    from hf_rocm_tune.data.formats.layout import Rows
 
 Message = dict[str, Any]
 
