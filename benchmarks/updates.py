@@ -26,13 +26,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError
-from hf_rocm_tune.train import update
 from hf_rocm_tune.train.arithmetic import StepVerdict
 from hf_rocm_tune.train.update import UpdateChecks
 from hf_rocm_tune.transfer import TransferReport
 
 # ---- clean ----------------------------------------------------------------------------------------------------------
 
+_ELEMENTS = 4096  # of a sample, here
 SHAPES = [(256, 64), (4096,), (129, 77), (5000,)]
 ADAM: list[dict[str, Any]] = [
     {"fused": True},
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
 
 def clean(wanted: int, seed: int) -> list[dict[str, Any]]:
     """Rows of optimizer, dtype, element updates, clippings and false alarms."""
-    update.ELEMENTS, rows = 4096, []
+    rows = []
     for name, (kind, options) in CASES.items():
         for dtype in (torch.float32, torch.bfloat16):
             row = {"optimizer": name, "dtype": str(dtype).removeprefix("torch."), "updates": 0, "clipped": 0}
@@ -70,7 +70,7 @@ def _clean(
     torch.manual_seed(seed)
     parameters = [nn.Parameter((torch.randn(shape) * 0.1).to(dtype)) for shape in SHAPES]
     optimizer = kind(parameters, lr=1e-3, **options)
-    checks = UpdateChecks(TransferReport(), on=True)
+    checks = UpdateChecks(TransferReport(), on=True, elements=_ELEMENTS)
     checks.watch(optimizer, {})
     clip = checks.clipping(torch.nn.utils.clip_grad_norm_, lambda: None)
     judged = clipped = alarms = 0
@@ -90,7 +90,7 @@ def _clean(
 
 
 def _elements_of(kind: Any) -> int:
-    return 256 if kind is bitsandbytes.optim.AdamW8bit else 4096
+    return 256 if kind is bitsandbytes.optim.AdamW8bit else _ELEMENTS
 
 
 # ---- faults in whole trainings --------------------------------------------------------------------------------------

@@ -412,7 +412,7 @@ def test_a_scale_that_is_not_taken_out_is_found(wrong: bool) -> None:
 
 
 def test_large_gradients_have_their_norm_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_rocm_tune.train.update.NORM_BYTES", 1000)
+    monkeypatch.setattr("hf_rocm_tune.train.update.clipping.NORM_BYTES", 1000)
     rows = parameters(torch.float32)
     every = -(-sum(4 * each.numel() for each in rows) // 1000)
     checks = watched(torch.optim.AdamW(rows))

@@ -1,0 +1,228 @@
+"""Clipping: the norm of all gradients by another kernel, and sampled gradients before and after it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_rocm_tune.models.shards import local
+from hf_rocm_tune.train.update.comparison import TENSORS, TINY, Awaited, Comparison, copied
+
+if TYPE_CHECKING:
+    from hf_rocm_tune.transfer import TransferReport
+
+NORM_BYTES = 256 << 20
+"""Bytes of gradients whose norm is computed a second time in a step, on average."""
+_BUCKET_BYTES = 32 << 20
+_NORM_ERROR = 1e-4  # of a scalar product of millions of float32, relative
+_SINGLE = float(torch.finfo(torch.float32).eps)
+
+Gradients = list[tuple[Tensor, Tensor]]  # parameters, and this rank's part of their gradients
+
+
+@dataclass
+class _Said:
+    """What the clipping itself has said, read with the samples that it is compared with."""
+
+    dtype: torch.dtype  # of the norm
+    max_norm: float
+    norm: float = math.nan
+    scale: float = 1.0  # with which the gradients are multiplied until then
+
+    def keep_norm(self, numbers: Any) -> None:
+        self.norm = float(numbers[0])
+
+    def keep_scale(self, numbers: Any) -> None:
+        self.scale = float(numbers[0])
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Neighbouring elements of one gradient, before clipping."""
+
+    parameter: Tensor
+    part: slice
+    before: Tensor  # float64
+
+
+@dataclass
+class _Squares:
+    """Sums of squares of all gradients on one device."""
+
+    sums: Tensor  # float64 of shape [n]
+    roundings: list[float]  # how far torch's norm of what is in each sum may be off, relative
+
+
+class ClippingCheck:
+    """Watches ``clip_grad_norm_``: compares what is read of a step's `awaited` with the definition."""
+
+    def __init__(
+        self,
+        report: TransferReport,
+        names: Mapping[int, str],
+        drawn: random.Random,
+        elements: int,
+        *,
+        checks_norm: bool,
+    ) -> None:
+        """
+        Args:
+            names: of parameters by id.
+            drawn: draws the samples, of ``elements`` each.
+            checks_norm: this rank has all gradients.
+        """
+        self._report, self._names, self._drawn, self._elements = report, names, drawn, elements
+        self._checks_norm = checks_norm
+        self._clippings = 0
+
+    def clip(
+        self, stock: Callable[..., Any], parameters: list[Tensor], max_norm: float, scale: Tensor | None
+    ) -> tuple[Any, list[Awaited]]:
+        """Clip as ``stock`` does. Returns the norm, and what is compared later; ``scale``: see `_Said`."""
+        gradients = [(each, local(each.grad)) for each in parameters if each.grad is not None]
+        samples = list(self._samples(gradients))
+        squares = self._squares([grad for _, grad in gradients])
+        norm = stock(parameters, max_norm)
+        self._clippings += 1
+        if not isinstance(norm, Tensor):
+            return norm, []
+        total = local(norm).detach().reshape(1)
+        said = _Said(total.dtype, max_norm)
+        awaited = [Awaited(total.double(), said.keep_norm)]
+        if scale is not None:
+            awaited.append(Awaited(scale.detach().double().reshape(1), said.keep_scale))
+        for sample in samples:
+            grad = local(sample.parameter.grad)  # type: ignore[arg-type]
+            numbers = torch.cat([sample.before, copied(grad.view(-1)[sample.part])])
+            awaited.append(Awaited(numbers, partial(self._wrong_gradient, sample, grad.dtype, said)))
+        return norm, awaited + self._norm_comparisons(squares, said)
+
+    # ---- sampled gradients ----------------------------------------------------------------------------------
+
+    def _samples(self, gradients: Gradients) -> Iterator[_Sample]:
+        usable = [
+            (parameter, grad)
+            for parameter, grad in gradients
+            if grad.numel() and not grad.is_sparse and grad.is_contiguous()
+        ]
+        for parameter, grad in self._drawn.sample(usable, min(TENSORS, len(usable))):
+            length = min(self._elements, grad.numel())
+            begin = self._drawn.randrange(grad.numel() - length + 1)
+            part = slice(begin, begin + length)
+            yield _Sample(parameter, part, copied(grad.view(-1)[part]))
+
+    def _wrong_gradient(self, sample: _Sample, dtype: torch.dtype, said: _Said, numbers: Any) -> str | None:
+        """``numbers``: the elements before clipping, then after it."""
+        length = len(sample.before)
+        before, after = numbers[:length] / said.scale, numbers[length:]
+        if not math.isfinite(said.norm):
+            return None  # the step is not used
+        wanted = before * min(1.0, said.max_norm / (said.norm + 1e-6))
+        stored, norm = torch.finfo(dtype), torch.finfo(said.dtype)
+        relative = 6 * stored.eps + 6 * norm.eps
+        bound = relative * np.abs(wanted) + max(2 * stored.tiny * stored.eps, TINY)
+        self._report.count("arithmetic", clipped=1)
+        name = self._names.get(id(sample.parameter), "a parameter")
+        wrong = Comparison(f"the clipped gradient of {name}", after, wanted, bound).wrong()
+        return None if wrong is None else f"{wrong}, for a norm of {said.norm:.6g}"
+
+    # ---- the norm -------------------------------------------------------------------------------------------
+
+    def _squares(self, gradients: list[Tensor]) -> list[_Squares]:
+        """By device; empty where it is not this step's turn."""
+        if not self._checks_norm:
+            return []
+        steps = max(1, math.ceil(_bytes(gradients) / NORM_BYTES))
+        if self._clippings % steps:
+            return []
+        longest = max((each.numel() for each in gradients), default=0)
+        found = []
+        for device in dict.fromkeys(each.device for each in gradients):
+            buckets = _buckets([each for each in gradients if each.device == device])
+            sums = torch.cat([_square(bucket) for bucket in buckets])
+            found.append(_Squares(sums, [_rounding_of_a_norm(bucket[0], longest) for bucket in buckets]))
+        return found
+
+    def _norm_comparisons(self, squares: list[_Squares], said: _Said) -> list[Awaited]:
+        norm = _Norm(said, devices=len(squares))
+
+        def wrong(roundings: Any, numbers: Any) -> str | None:
+            if not norm.add(numbers, roundings):
+                return None
+            self._report.count("arithmetic", norms=1)
+            return norm.wrong()
+
+        return [Awaited(each.sums, partial(wrong, np.array(each.roundings))) for each in squares]
+
+
+@dataclass
+class _Norm:
+    """The norm of all gradients, from the sums of their squares on each device."""
+
+    said: _Said
+    devices: int  # whose sums are missing
+    squares: float = field(default=0.0, init=False)
+    rounded: float = field(default=0.0, init=False)  # squares of how far torch's norm of each sum may be off
+
+    def add(self, squares: Any, roundings: Any) -> bool:
+        """The sums of a device; whether those of all devices are there."""
+        self.devices -= 1
+        self.squares += float(squares.sum())
+        self.rounded += float((squares * roundings**2).sum())
+        return self.devices == 0
+
+    def wrong(self) -> str | None:
+        info, found = torch.finfo(self.said.dtype), self.said.norm
+        wanted = math.sqrt(self.squares) / self.said.scale
+        # torch rounds each tensor's norm to its own dtype, then takes the norm of these: it moves at most by the norm
+        # of their errors
+        bound = (_NORM_ERROR + 8 * float(info.eps)) * wanted + math.sqrt(self.rounded) / self.said.scale + 1e-18
+        if not math.isfinite(wanted):
+            return None  # what overflows in float32 is infinite in both, or its square is
+        if math.isinf(found) and wanted + bound >= info.max:
+            return None  # a float16 norm is infinite from 65,520 on
+        if abs(found - wanted) <= bound:
+            return None
+        return f"the norm of the gradients is {found:.6g} instead of {wanted:.6g}"
+
+
+def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Flat parts of gradients of one device, in lists of one dtype and at most `_BUCKET_BYTES` each."""
+    buckets: list[list[Tensor]] = []
+    for each in gradients:
+        for part in each.reshape(-1).split(_BUCKET_BYTES // each.element_size()):
+            last = buckets[-1] if buckets else None
+            if last is None or last[0].dtype != part.dtype or _bytes([*last, part]) > _BUCKET_BYTES:
+                buckets.append([])
+            buckets[-1].append(part)
+    return buckets
+
+
+def _square(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of flat tensors, float64 of shape [1]."""
+    flat = torch.cat([*parts])
+    # A processor adds the products one after another: in float32, 8 million equal ones are 0.4 % off. Cards add them in
+    # short chunks.
+    flat = flat.double() if flat.device.type == "cpu" else flat.float()
+    return torch.dot(flat, flat).double().reshape(1)
+
+
+def _rounding_of_a_norm(part: Tensor, longest: int) -> float:
+    """How far torch's norm of a gradient of this dtype may be off, relative; ``longest``: elements of a gradient."""
+    rounding = float(torch.finfo(part.dtype).eps) / 2
+    if part.device.type == "cpu":
+        # torch adds a tensor's squares one after another in 8 lanes of float32, on a card in short chunks
+        rounding += longest / 8 * _SINGLE / 4
+    return rounding
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
