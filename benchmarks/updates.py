@@ -300,9 +300,8 @@ def cost() -> dict[str, Any]:
     read = 0
     for turn in range(6):
         on = turn % 2 == 0
-        checks._on = on
-        clip = checks.clipping(torch.nn.utils.clip_grad_norm_, lambda: None)
-        hooks = checks._handles
+        stock = torch.nn.utils.clip_grad_norm_
+        clip = checks.clipping(stock, lambda: None) if on else stock
         checks.refusal = None if on else "off"
         begun = time.process_time()
         with Counted() as counts:
@@ -314,7 +313,6 @@ def cost() -> dict[str, Any]:
             pending = checks.pending()
             read = sum(each.numel() * each.element_size() for each in pending)
             checks.judge([each.tolist() for each in pending], can_repeat=True)
-        assert checks._handles is hooks
     launches = counted[True].launches - counted[False].launches
     nbytes = counted[True].nbytes - counted[False].nbytes
     products = sum(into * out for into, out in LAYER.values()) * LAYERS
