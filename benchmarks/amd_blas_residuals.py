@@ -51,7 +51,7 @@ SHAPES = (
 KINDS = ("normal", "positive", "outliers", "tokens")
 EACH = 8
 """Rows of each kind."""
-MOST = {"bfloat16": 4.0, "nf4": 2.0, "float32": 0.5, "int8": 2.0, "float16": 2.0}
+MOST = {"bfloat16": 64.0, "nf4": 2.0, "float32": 0.25, "int8": 1.0, "float16": 1.0}
 """Millions of weights of a layer that are executed."""
 PARTS = (*MOST, "experts")
 
@@ -112,6 +112,13 @@ def _of_layers(part: str, most: float, chosen: list[tuple[int, int]], until: flo
             yield _of_layer(part, number, side, length, min(outputs, room), outputs)
 
 
+def _told(name: str) -> str:
+    kind = kind_of_kernel(name)
+    if kind["after"]:
+        return "after split-K"
+    return kind["tile"] + " WMMA" * kind["wmma"]
+
+
 def _of_layer(part: str, number: int, side: str, length: int, outputs: int, of: int) -> Row:
     """One product: `length` of its sums, `outputs` of the `of` columns that the layer's result has."""
     import torch
@@ -147,9 +154,8 @@ def _of_layer(part: str, number: int, side: str, length: int, outputs: int, of: 
     return {
         "part": part, "layer": SHAPES[number], "side": side, "sums of": length, "outputs": outputs, "of outputs": of,
         "bias": bias is not None, "prefers": wanted,
-        "library": sorted({LIBRARIES["UserArgs" in name] for name in products}),
-        "kernels": [kind_of_kernel(name) for name in products],
-        "bitsandbytes": sorted({name[:60] for name in ran if not name.startswith("Cijk_")}),
+        "library": sorted({LIBRARIES["UserArgs" in name] for name in products if "PostGSU" not in name}),
+        "kernels": ", ".join(map(_told, products)),
         "residual over bound": dict(zip(KINDS, found.view(len(KINDS), EACH).amax(1).tolist(), strict=True)),
         "largest": float(found.max()),
     }  # fmt: skip
@@ -171,7 +177,7 @@ def _wide_experts() -> Any:
             self.router = torch.randn(2048, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            weights, index = (x.detach().float() @ self.router.to(x.device)).softmax(-1).topk(2)
+            weights, index = (x.detach().float() @ self.router).softmax(-1).topk(2)
             return self.experts(x, index, weights.to(x.dtype))
 
     mixture = Mixture()
@@ -181,7 +187,7 @@ def _wide_experts() -> Any:
     return nn.ModuleList([mixture])
 
 
-def _of_experts(until: float) -> Iterator[Row]:
+def _of_experts(only: str, until: float) -> Iterator[Row]:
     """Experts under the checks as they are, of whose products each row belongs to its expert."""
     import torch
 
@@ -200,8 +206,12 @@ def _of_experts(until: float) -> Iterator[Row]:
     for name, build in builders.items():
         if time.monotonic() > until:
             return
+        if only not in name:
+            continue
         dtype = torch.float32 if "float32" in name else torch.bfloat16
         model = build().cuda()
+        for mixture in model:
+            mixture.router = mixture.router.cuda()
         mover = Mover(torch.device("cuda", 0))
         checks = ArithmeticChecks("every", mover)
         trainer: Any = SimpleNamespace(
@@ -243,6 +253,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--most", type=float, metavar="MILLIONS", help=f"weights of a layer; by default {MOST}")
     parser.add_argument("--layers", nargs="+", type=_shape, metavar="IN,OUT", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--experts", default="", metavar="TEXT", help="only those whose name has this in it")
     parser.add_argument("--seconds", type=float, default=86400.0, help="after which no further product begins")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the result goes here, also of what was interrupted")
     wanted = parser.parse_args()
@@ -250,7 +261,11 @@ def main() -> None:
         until = time.monotonic() + wanted.seconds
         for part in wanted.parts:
             most = wanted.most or MOST.get(part, 0)
-            for row in _of_experts(until) if part == "experts" else _of_layers(part, most, wanted.layers, until):
+            for row in (
+                _of_experts(wanted.experts, until)
+                if part == "experts"
+                else _of_layers(part, most, wanted.layers, until)
+            ):
                 print(json.dumps(row), flush=True)
         return
     from tests.gfx1100 import rocm_libs
