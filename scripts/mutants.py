@@ -224,7 +224,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON")
     parser.add_argument("--again", type=Path, metavar="FILE", help="JSON of an earlier run: try its survivors again")
     wanted = parser.parse_args()
-    files = sorted((ROOT / "hf_rocm_tune" / wanted.room).glob("*.py"))
+    files = sorted((ROOT / "hf_rocm_tune" / wanted.room).rglob("*.py"))
     files = [file for file in files if not wanted.only or file.name in wanted.only]
     tests = wanted.tests or [f"tests/{wanted.room}"]
     every = [one for file in files for one in mutants_of(file)]
