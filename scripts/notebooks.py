@@ -2,7 +2,7 @@
 
 Each runs from top to bottom in a kernel of its own, in an empty directory. What is kept is what a reader should see:
 execution counts, times, progress bars and everything that names this machine, its paths or its user are taken out.
-The last notebook pushes to a Hub; here it is one on loopback (``tests/publish/hub_server.py``), as it says itself.
+Notebook 05 pushes to a Hub; here it is one on loopback (``tests/publish/hub_server.py``), as it says itself.
 """
 
 from __future__ import annotations
