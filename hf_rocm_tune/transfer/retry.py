@@ -45,7 +45,7 @@ class Retried:
 
 
 def copy_again(routes: Sequence[Route], attempt: Callable[[int, Route], bool], *, on_corruption: str) -> Retried:
-    """After a mismatch of the first copy.
+    """After a mismatch of the first copy: copy again until the bytes are right, or there is no route left.
 
     Args:
         routes: ways to copy, in the order in which they are tried.

@@ -59,22 +59,30 @@ class Fetched:
     """
 
     def __init__(self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any, origin: str) -> None:
-        self._origin = origin or own_origin(stage)
-        self._session, self._backend, self._name, self._stage = fetcher.session, fetcher.backend, name, stage
-        number, verify = self._session.number(stage)
+        """Takes staging memory and queues the copy; what goes wrong here, as a shortage of memory, releases it."""
+        self._session, self._backend = fetcher.session, fetcher.backend
+        self._name, self._stage, self._origin = name, stage, origin or own_origin(stage)
         self._step = self._session.step
         self._source = as_bytes(source)  # kept alive: the caller may drop its tensor while the copy is queued
-        self._slot = ExitStack()
         self.digest: Digest | None = None
         begun, size = time.perf_counter(), source.nbytes
-        small = size <= fetcher.slot_bytes
-        self._memory = self._slot.enter_context(fetcher.ring.slot(size))[1] if small else pageable(size)
-        self.host = typed_view(self._memory, 0, source.dtype, source.shape)
+        number, verify = self._session.number(stage)
         self._label = Label(stage, number, 0, (Part(name, 0, size, 0, size),))
-        self._backend.follow(mark or self._backend.mark())
-        self._expected = self._backend.digest(self._source) if verify else None
-        # a copy to pageable memory blocks, so it runs in `wait_verified`
-        self._ticket = self._copy() if small else None
+        fits_slot = size <= fetcher.slot_bytes
+        self._slot = ExitStack()
+        if fits_slot:
+            _, self._memory = self._slot.enter_context(fetcher.ring.slot(size))
+        else:
+            self._memory = pageable(size)
+        self.host = typed_view(self._memory, 0, source.dtype, source.shape)
+        try:
+            self._backend.follow(mark or self._backend.mark())
+            self._expected = self._backend.digest(self._source) if verify else None
+            # A copy to pageable memory blocks, so it runs in `wait_verified`.
+            self._ticket = self._copy() if fits_slot else None
+        except BaseException:
+            self.release()
+            raise
         self._queueing_seconds = time.perf_counter() - begun
 
     def wait_verified(self) -> None:

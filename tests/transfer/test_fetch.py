@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
+from hf_rocm_tune.transfer import FaultSpec, HostBackend, Mover, TransferSettings, digest
 
 STAGE = "activations"
 
@@ -122,3 +123,32 @@ def test_what_cannot_be_read_right_gives_its_slot_back() -> None:
         with mover.fetched(tensor, name="good", stage="buckets") as found:
             assert torch.equal(found.host, tensor)
     assert mover.report.to_dict()["buckets"]["mismatches"] == 3
+
+
+class _ShortOfMemory(HostBackend):
+    """A device on which the first digests find no memory."""
+
+    def __init__(self, shortages: int) -> None:
+        super().__init__()
+        self.shortages = shortages
+
+    def digest(self, target: Tensor, word_offset: int = 0) -> Any:
+        if self.shortages:
+            self.shortages -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().digest(target, word_offset)
+
+
+def test_a_shortage_of_memory_leaves_its_staging_memory_to_the_next() -> None:
+    tensor, fetched, kept = torch.randn(40), list[Tensor](), list[Any]()
+    backend = _ShortOfMemory(3)
+    with Mover(torch.device("cpu"), settings=TransferSettings(slots=3), backend=backend) as mover:
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError) as error:
+                fetch(mover, tensor)
+            kept.append(error)  # and its frames, which may hold what they have taken
+        last = threading.Thread(target=lambda: fetched.append(fetch(mover, tensor)), daemon=True)
+        last.start()
+        last.join(30)
+        assert not last.is_alive(), "it waits for staging memory that nobody holds"
+    assert torch.equal(fetched[0], tensor)

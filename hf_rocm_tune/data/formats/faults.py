@@ -22,31 +22,35 @@ from hf_rocm_tune.data.formats.names import (
 )
 from hf_rocm_tune.foreign import parse_json
 
-_MARKS = frozenset(MARKS)
+_MARK_NAMES = frozenset(MARKS)
 
 
 def fault_in(row: dict[str, Any], layout: FormatInfo) -> str | None:
     """What is wrong with this row, or None."""
     if layout.kind == "tokenized":
-        return _in_tokens(row, layout)
+        return _fault_in_tokens(row, layout)
     for column in layout.columns:
-        if fault := _in_column(row.get(column), layout, column):
+        if fault := _fault_in_column(row.get(column), layout, column):
             return f"column '{column}' {fault}"
-    return _in_system_prompts(row, layout) or _in_last_message(row, layout) or _in_common_prompt(row, layout)
+    return (
+        _fault_in_system_prompts(row, layout)
+        or _fault_in_last_message(row, layout)
+        or _fault_in_common_prompt(row, layout)
+    )
 
 
-def _in_column(value: Any, layout: FormatInfo, column: str) -> str | None:
+def _fault_in_column(value: Any, layout: FormatInfo, column: str) -> str | None:
     if column in layout.messages:
-        return _in_messages(turns_of(value) if isinstance(value, dict) else value, layout, column)
+        return _fault_in_messages(turns_of(value) if isinstance(value, dict) else value, layout, column)
     if column in ("tools", FUNCTIONS):
-        return _in_tools(value)
+        return _fault_in_tools(value)
     if layout.in_csv and column in layout.content.values() and value in MISSING:
         return (
             f"holds {value!r}, a word that stands for a missing value in CSV: leave the row out, or give the rows as "
             ".jsonl if the word is meant"
         )
-    right, what = _is_right(value, layout, column)
-    if right:
+    is_right, what = _expected(value, layout, column)
+    if is_right:
         return None
     fault = f"holds {_named(value, layout)}, not {what}"
     if layout.in_csv and isinstance(value, int | float):
@@ -54,7 +58,7 @@ def _in_column(value: Any, layout: FormatInfo, column: str) -> str | None:
     return fault
 
 
-def _is_right(value: Any, layout: FormatInfo, column: str) -> tuple[bool, str]:
+def _expected(value: Any, layout: FormatInfo, column: str) -> tuple[bool, str]:
     """Whether a value is of its column's kind, and that kind in words."""
     if column == layout.label:
         return value in (True, False), "true or false"
@@ -80,7 +84,7 @@ def _is_pair(value: Any) -> bool:
 # ---- between the columns of a row -----------------------------------------------------------------------------------
 
 
-def _in_system_prompts(row: dict[str, Any], layout: FormatInfo) -> str | None:
+def _fault_in_system_prompts(row: dict[str, Any], layout: FormatInfo) -> str | None:
     """Two system prompts of one row that differ: which is meant is not known."""
     for column in layout.more:
         if column not in SYSTEMS or not row.get(column):
@@ -93,7 +97,7 @@ def _in_system_prompts(row: dict[str, Any], layout: FormatInfo) -> str | None:
     return None
 
 
-def _in_last_message(row: dict[str, Any], layout: FormatInfo) -> str | None:
+def _fault_in_last_message(row: dict[str, Any], layout: FormatInfo) -> str | None:
     """A conversation that does not end as it has to where its last message has a meaning of its own."""
     chat = layout.content.get("prompt", layout.content.get("chosen", ""))
     if chat not in CHATS or not (layout.splits or layout.kind == "prompt"):
@@ -107,7 +111,7 @@ def _in_last_message(row: dict[str, Any], layout: FormatInfo) -> str | None:
     return None
 
 
-def _in_common_prompt(row: dict[str, Any], layout: FormatInfo) -> str | None:
+def _fault_in_common_prompt(row: dict[str, Any], layout: FormatInfo) -> str | None:
     """Two conversations of a pair that begin differently, where no column has their prompt."""
     if layout.kind != "preference" or layout.splits or not layout.messages or "prompt" in layout.content:
         return None
@@ -121,13 +125,13 @@ def _in_common_prompt(row: dict[str, Any], layout: FormatInfo) -> str | None:
 # ---- in messages ----------------------------------------------------------------------------------------------------
 
 
-def _in_messages(value: Any, layout: FormatInfo, column: str) -> str | None:
+def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | None:
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         return "holds text that looks like JSON, not a list of messages: write the list itself, in a .jsonl file"
     if not isinstance(value, list) or not value:
         return f"holds {_named(value, layout)}, not a list of messages"
     for number, message in enumerate(value, start=1):
-        if fault := _in_message(message, layout):
+        if fault := _fault_in_message(message, layout):
             return f"message {number} {fault}"
     if not layout.needs_assistant or column == layout.content.get("prompt"):
         return None
@@ -136,7 +140,7 @@ def _in_messages(value: Any, layout: FormatInfo, column: str) -> str | None:
     return "has no message of the role 'assistant', which --assistant_only_loss needs"
 
 
-def _in_message(message: Any, layout: FormatInfo) -> str | None:
+def _fault_in_message(message: Any, layout: FormatInfo) -> str | None:
     role, content = layout.role_key, layout.content_key
     if not isinstance(message, dict) or not isinstance(message.get(role), str):
         return f"is {_object_in_words(message, layout)}, not an object with '{role}' and '{content}'"
@@ -148,9 +152,9 @@ def _in_message(message: Any, layout: FormatInfo) -> str | None:
             return f"has {_named(said, layout)} as '{content}', not text"
     if is_call_role(message[role]) and not is_call(said):
         return f"is a {message[role]}, and its '{content}' is no JSON object with 'name'"
-    if calls and (fault := _in_calls(calls)):
+    if calls and (fault := _fault_in_calls(calls)):
         return fault
-    if _MARKS.isdisjoint(message):
+    if _MARK_NAMES.isdisjoint(message):
         return None
     for mark in MARKS:
         if message.get(mark) not in (None, True, False):  # 0 and 1 are equal to them
@@ -169,7 +173,7 @@ def _object_in_words(value: Any, layout: FormatInfo) -> str:
     return f"an object with {', '.join(keys)}" if keys else _named(value, layout)
 
 
-def _in_calls(calls: Any) -> str | None:
+def _fault_in_calls(calls: Any) -> str | None:
     """What is wrong with the ``tool_calls`` of a message: a template would leave out what it cannot read."""
     if not isinstance(calls, list):
         return f"has {_named(calls)} as 'tool_calls', not a list of calls"
@@ -180,7 +184,7 @@ def _in_calls(calls: Any) -> str | None:
     return None
 
 
-def _in_tools(value: Any) -> str | None:
+def _fault_in_tools(value: Any) -> str | None:
     if isinstance(value, str):
         try:
             value = parse_json(value)
@@ -196,7 +200,7 @@ def _in_tools(value: Any) -> str | None:
 # ---- in tokens ------------------------------------------------------------------------------------------------------
 
 
-def _in_tokens(row: dict[str, Any], layout: FormatInfo) -> str | None:
+def _fault_in_tokens(row: dict[str, Any], layout: FormatInfo) -> str | None:
     """Of lists of token ids and masks: their types and lengths, and ids that the model does not have."""
     count = len(row.get("input_ids") or ())
     for column in layout.columns:
@@ -207,12 +211,12 @@ def _in_tokens(row: dict[str, Any], layout: FormatInfo) -> str | None:
             return f"column '{column}' is {_named(value, layout)} and no list of {what}"
         if len(value) != count:
             return f"column '{column}' has {len(value)} entries for {count} 'input_ids'"
-        if not is_mask and (fault := _in_ids({*value}, layout, column)):
+        if not is_mask and (fault := _fault_in_ids({*value}, layout, column)):
             return fault
     return None
 
 
-def _in_ids(ids: set[int], layout: FormatInfo, column: str) -> str | None:
+def _fault_in_ids(ids: set[int], layout: FormatInfo, column: str) -> str | None:
     if column == "labels":
         ids = ids - {MASKED}
     end = layout.vocabulary or sys.maxsize

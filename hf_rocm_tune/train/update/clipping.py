@@ -29,8 +29,11 @@ Gradients = list[tuple[Tensor, Tensor]]  # parameters, and this rank's part of t
 
 
 @dataclass
-class _Said:
-    """What the clipping itself has said, read with the samples that it is compared with."""
+class _Clipping:
+    """One call of ``clip_grad_norm_``; ``norm`` and ``scale`` are known once they have been read from the device.
+
+    They are the first of what is `Awaited`, in whose order everything is read.
+    """
 
     dtype: torch.dtype  # of the norm
     max_norm: float
@@ -86,7 +89,7 @@ class ClippingCheck:
     def clip(
         self, stock: Callable[..., Any], parameters: list[Tensor], max_norm: float, scale: Tensor | None
     ) -> tuple[Any, list[Awaited]]:
-        """Clip as ``stock`` does. Returns the norm, and what is compared later; ``scale``: see `_Said`."""
+        """Clip as ``stock`` does. Returns the norm, and what is compared later; ``scale``: see `_Clipping`."""
         gradients = [(each, local(each.grad)) for each in parameters if each.grad is not None]
         samples = list(self._samples(gradients))
         squares = self._squares([grad for _, grad in gradients])
@@ -95,15 +98,15 @@ class ClippingCheck:
         if not isinstance(norm, Tensor):
             return norm, []
         total = local(norm).detach().reshape(1)
-        said = _Said(total.dtype, max_norm)
-        awaited = [Awaited(total.double(), said.keep_norm)]
+        clipping = _Clipping(total.dtype, max_norm)
+        awaited = [Awaited(total.double(), clipping.keep_norm)]
         if scale is not None:
-            awaited.append(Awaited(scale.detach().double().reshape(1), said.keep_scale))
+            awaited.append(Awaited(scale.detach().double().reshape(1), clipping.keep_scale))
         for sample in samples:
             grad = local(sample.parameter.grad)  # type: ignore[arg-type]
             numbers = torch.cat([sample.before, copied(grad.view(-1)[sample.part])])
-            awaited.append(Awaited(numbers, partial(self._wrong_gradient, sample, grad.dtype, said)))
-        return norm, awaited + self._norm_comparisons(squares, said)
+            awaited.append(Awaited(numbers, partial(self._wrong_gradient, sample, grad.dtype, clipping)))
+        return norm, awaited + self._norm_comparisons(squares, clipping)
 
     # ---- sampled gradients ----------------------------------------------------------------------------------
 
@@ -119,20 +122,20 @@ class ClippingCheck:
             part = slice(begin, begin + length)
             yield _Sample(parameter, part, copied(grad.view(-1)[part]))
 
-    def _wrong_gradient(self, sample: _Sample, dtype: torch.dtype, said: _Said, numbers: Any) -> str | None:
+    def _wrong_gradient(self, sample: _Sample, dtype: torch.dtype, clipping: _Clipping, numbers: Any) -> str | None:
         """``numbers``: the elements before clipping, then after it."""
         length = len(sample.before)
-        before, after = numbers[:length] / said.scale, numbers[length:]
-        if not math.isfinite(said.norm):
+        before, after = numbers[:length] / clipping.scale, numbers[length:]
+        if not math.isfinite(clipping.norm):
             return None  # the step is not used
-        wanted = before * min(1.0, said.max_norm / (said.norm + 1e-6))
-        stored, norm = torch.finfo(dtype), torch.finfo(said.dtype)
+        wanted = before * min(1.0, clipping.max_norm / (clipping.norm + 1e-6))
+        stored, norm = torch.finfo(dtype), torch.finfo(clipping.dtype)
         relative = 6 * stored.eps + 6 * norm.eps
         bound = relative * np.abs(wanted) + max(2 * stored.tiny * stored.eps, TINY)
         self._report.count("arithmetic", clipped=1)
         name = self._names.get(id(sample.parameter), "a parameter")
         wrong = Comparison(f"the clipped gradient of {name}", after, wanted, bound).wrong()
-        return None if wrong is None else f"{wrong}, for a norm of {said.norm:.6g}"
+        return None if wrong is None else f"{wrong}, for a norm of {clipping.norm:.6g}"
 
     # ---- the norm -------------------------------------------------------------------------------------------
 
@@ -151,8 +154,8 @@ class ClippingCheck:
             found.append(_Squares(sums, [_rounding_of_a_norm(bucket[0], longest) for bucket in buckets]))
         return found
 
-    def _norm_comparisons(self, squares: list[_Squares], said: _Said) -> list[Awaited]:
-        norm = _Norm(said, devices=len(squares))
+    def _norm_comparisons(self, squares: list[_Squares], clipping: _Clipping) -> list[Awaited]:
+        norm = _Norm(clipping, devices=len(squares))
 
         def wrong(roundings: Any, numbers: Any) -> str | None:
             if not norm.add(numbers, roundings):
@@ -167,7 +170,7 @@ class ClippingCheck:
 class _Norm:
     """The norm of all gradients, from the sums of their squares on each device."""
 
-    said: _Said
+    clipping: _Clipping
     devices: int  # whose sums are missing
     squares: float = field(default=0.0, init=False)
     rounded: float = field(default=0.0, init=False)  # squares of how far torch's norm of each sum may be off
@@ -180,11 +183,11 @@ class _Norm:
         return self.devices == 0
 
     def wrong(self) -> str | None:
-        info, found = torch.finfo(self.said.dtype), self.said.norm
-        wanted = math.sqrt(self.squares) / self.said.scale
+        info, found = torch.finfo(self.clipping.dtype), self.clipping.norm
+        wanted = math.sqrt(self.squares) / self.clipping.scale
         # torch rounds each tensor's norm to its own dtype, then takes the norm of these: it moves at most by the norm
         # of their errors
-        bound = (_NORM_ERROR + 8 * float(info.eps)) * wanted + math.sqrt(self.rounded) / self.said.scale + 1e-18
+        bound = (_NORM_ERROR + 8 * float(info.eps)) * wanted + math.sqrt(self.rounded) / self.clipping.scale + 1e-18
         if not math.isfinite(wanted):
             return None  # what overflows in float32 is infinite in both, or its square is
         if math.isinf(found) and wanted + bound >= info.max:
