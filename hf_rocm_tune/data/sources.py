@@ -334,7 +334,7 @@ def _inner_reader(file: Path) -> bool:
 
 
 def _data_in(path: Path) -> list[Path]:
-    """Files of a folder that may hold rows, those of formats that are not read among them."""
+    """Files of a folder that may hold rows, those of formats that are not read among them; none of a file."""
     there = []
     for file in sorted(path.rglob("*")):
         inside = file.relative_to(path)
@@ -467,7 +467,7 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
         if len(files) > 1 and (unlike := _unlike_columns(files)):
             raise UsageError(f"the dataset '{name}' could not be read: {unlike}") from error
         text = " ".join(str(cause).split())[:300] or type(cause).__name__
-        if os.path.isdir(path) and (odd := [file.name for file in _data_in(path) if not _reader_of(file)]):
+        if odd := [file.name for file in _data_in(path) if not _reader_of(file)]:
             text += f" (files that are not supported: {_listed(odd)})"
         raise UsageError(f"the dataset '{name}' could not be read: {text}") from error
     finally:
@@ -477,7 +477,7 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
 def _files_of(name: str) -> list[Path]:
     path = expand_user(name)
     whole = os.path.isfile(path) or _is_saved(path)
-    every = [path] if whole else sorted(path.rglob("*")) if os.path.isdir(path) else []
+    every = [path] if whole else sorted(path.rglob("*"))  # of what is no folder: none
     return [file for file in every if file.is_file() and _reader_of(file)]
 
 

@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, config, disable_prog
 from trl import DatasetMixtureConfig
 from trl.scripts.utils import DatasetConfig
 
-from hf_rocm_tune.data.sources import load_mixture, load_source
+from hf_rocm_tune.data.sources import has_pictures, load_mixture, load_source
 from hf_rocm_tune.errors import UsageError
 from tests import tiny
 
@@ -197,6 +197,18 @@ def test_tables_and_other_files_are_parts_of_one_mixture(tmp_path: Path) -> None
     assert list(mixed.train["completion"]) == ["dig", "turn", "grow"] and mixed.in_csv
 
 
+@pytest.mark.parametrize(("name", "in_csv"), [("a.csv", True), ("a.jsonl", False)])
+def test_rows_of_a_mixture_count_as_a_table_where_one_of_its_folders_has_one(
+    tmp_path: Path, name: str, in_csv: bool
+) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder, file in zip(folders, (name, "b.jsonl"), strict=True):
+        folder.mkdir()
+        (folder / file).write_text("text\nworms\n" if file.endswith("csv") else '{"text": "moles"}\n')
+    mixed = load(*(DatasetConfig(path=str(folder)) for folder in folders))
+    assert len(mixed.train) == 2 and mixed.in_csv == in_csv
+
+
 def test_a_part_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "taupini\xe8re"}\n')
     (tmp_path / "b.jsonl").write_text(_jsonl())
@@ -366,6 +378,29 @@ def test_a_source_without_permission_says_so(open_folder: Path, kind: str) -> No
     finally:
         os.seteuid(user)
         path.chmod(0o755)
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------
+
+
+PICTURED: dict[str, tuple[dict[str, Any], bool]] = {
+    "a column": ({"text": "what?", "images": []}, True),
+    "a part of a message": ({"messages": [{"role": "user", "content": [{"type": "image", "text": None}]}]}, True),
+    "a part of a conversation's turn": ({"conversations": [{"from": "human", "value": [{"type": "video"}]}]}, True),
+    "a part of a prompt": ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "completion": []}, True),
+    "parts of text": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "image"}]}]}, False),
+    "text": ({"messages": [{"role": "user", "content": "image"}]}, False),
+    "no messages": ({"text": "image"}, False),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("case", PICTURED)
+def test_pictures_are_found_in_columns_and_in_parts_of_messages(tmp_path: Path, case: str, streaming: bool) -> None:
+    row, pictured = PICTURED[case]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    rows = load_source(str(tmp_path / "rows.jsonl"), streaming=streaming).train
+    assert has_pictures(rows) == pictured
 
 
 # ---- the `datasets:` list of a recipe -------------------------------------------------------------------------
