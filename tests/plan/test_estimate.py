@@ -12,6 +12,7 @@ from torch import nn
 from hf_rocm_tune.plan.estimate import (
     GIB,
     OPTIMIZERS,
+    SLACK_SHARE,
     CardMemory,
     Case,
     Step,
@@ -122,6 +123,24 @@ def test_work_counts_every_layer() -> None:
     assert step_of(tape).work() == pytest.approx((7 * stretches, 11 * stretches, 3 * stretches, 0, 0))
 
 
+def test_a_step_whose_layers_are_recorded_apart_is_the_same_step() -> None:
+    tape = written_down(1, 10)
+    apart, whole = Step(((tape, LAYER_OF[:2]), (tape, LAYER_OF[2:]))), step_of(tape)
+    assert apart.layers == whole.layers == 6
+    assert apart.peak().by_role == pytest.approx(whole.peak().by_role)
+    assert apart.peak(accumulating=True).by_role == pytest.approx(whole.peak(accumulating=True).by_role)
+
+
+def test_a_card_of_a_split_model_has_its_layers_and_the_first_one_all_else() -> None:
+    tape = written_down(4, 1000)
+    for step in (step_of(tape), Step(((tape, LAYER_OF[:3]), (tape, LAYER_OF[3:])))):
+        first, second, third = step.part(0, 2), step.part(2, 5), step.part(5, 6)
+        assert (first.layers, second.layers, third.layers) == (2, 3, 1)
+        assert set(first.peak().by_role) == {"start", "forward", "head", "loss", "backward"}
+        assert set(second.peak().by_role) == set(third.peak().by_role) == {"forward", "backward"}
+        assert second.peak().most_kept == pytest.approx(3 * (10 * 4000 + 1000))  # nothing there frees the casts
+
+
 # ---- what a case takes -----------------------------------------------------------------------------------------------
 
 MIB = 1 << 20
@@ -179,6 +198,44 @@ def test_paged_states_are_on_the_host() -> None:
     assert found.parts["optimizer state"] == 0
     assert host(paged, found.case)["paged optimizer state"] == 6 * 8000
     assert "paged optimizer state" not in host(variant(), found.case)
+
+
+def test_each_card_has_a_process_on_the_host_and_all_share_the_rest() -> None:
+    one, three = (host(variant(), replace(CASE, cards=cards)) for cards in (1, 3))
+    for part in ("processes", "page-locked ring", "a layer computed again at the start"):
+        assert three[part] == 3 * one[part] > 0
+    for part in ("system", "a checkpoint being written"):
+        assert three[part] == one[part] > 0
+
+
+def test_rows_that_are_packed_are_one_sequence_and_a_pair_is_two_rows() -> None:
+    rows = Case(micro_batch=4, length=1000, checkpointing=False)
+    assert (rows.shape, rows.content) == ((4, 1000), "padded")
+    assert replace(rows, trainer="dpo").shape == (8, 1000)
+    packed = replace(rows, packing=True)
+    assert (packed.shape, packed.content) == ((1, 4000), "packed")
+    assert replace(packed, trainer="dpo").shape == (1, 8000)
+
+
+def test_an_evaluation_takes_its_own_batch() -> None:
+    assert "evaluation" not in estimate(variant(), CASE, CARD).moments
+    small, large = (estimate(variant(), replace(CASE, eval_batch=size), CARD).moments["evaluation"] for size in (3, 16))
+    passes = [trace(size, CASE.length).peak().total for size in (3, 16)]
+    assert large - small == pytest.approx(passes[1] - passes[0])
+
+
+@pytest.mark.parametrize("flights", [1, 3])
+def test_each_further_micro_batch_in_flight_keeps_its_activations(flights: int) -> None:
+    peak, found = trace(*CASE.shape).peak(), estimate(variant(), replace(CASE, flights=flights), CARD)
+    always = sum(variant().weights.parts.values()) + found.parts["optimizer state"]
+    assert found.moments["loss"] == pytest.approx(always + (flights - 1) * peak.most_kept + peak.by_role["loss"])
+
+
+def test_the_allocators_slack_grows_by_a_share_of_what_a_step_takes() -> None:
+    found = [estimate(variant(), replace(CASE, length=length), CARD) for length in (50_000, 200_000)]
+    taken = [sum(each.parts[name] for name in ("gradients", "activations kept", "working memory")) for each in found]
+    slack = [each.parts["allocator slack"] for each in found]
+    assert slack[1] - slack[0] == pytest.approx(SLACK_SHARE * (taken[1] - taken[0]))
 
 
 def test_workers_that_load_data_take_host_memory_on_every_card() -> None:
