@@ -287,6 +287,12 @@ MAPPED: dict[str, tuple[Row, str, Row, str]] = {
         {**PAIR, "tools": json.dumps([TOOL])},
         "'question' is the prompt",
     ),
+    "functions, as tools were named before": (
+        {"messages": CHAT, "functions": [TOOL["function"]]},
+        "sft",
+        {"messages": CHAT, "tools": json.dumps([TOOL])},
+        "'functions' are the tools",
+    ),
     "lists of roles and contents, as older datasets keep messages": (
         {"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}},
         "sft",
@@ -488,6 +494,16 @@ def test_a_wrong_row_is_named_with_number_and_column(case: str) -> None:
         assert message.startswith("row 1 of" if case == "half a token" else "row 3 of the 'train' split: "), message
         assert expected in message
         assert "the row begins {" in message
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize("wrong", [8, -1])
+def test_a_token_that_the_model_does_not_have_is_named_with_its_bounds(column: str, wrong: int) -> None:
+    right = {"input_ids": [7, 0], "labels": [7, -100]}
+    rows = Dataset.from_list([right, {**right, column: [wrong, 0]}])
+    bounds = "ids are from 0 to 7, the vocabulary of the model"
+    assert f"column '{column}' has the token id {wrong}; {bounds}" in refusal(rows, vocabulary=8)
+    assert check(Dataset.from_list([right]), vocabulary=8).kind == "tokenized"
 
 
 def test_a_nested_fault_far_behind_is_found_and_rows_are_numbered_as_the_dataset_counts() -> None:

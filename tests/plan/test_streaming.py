@@ -60,6 +60,15 @@ def test_auto_streams_as_few_layers_as_leave_what_is_preferred_or_else_the_margi
     assert planned(method, AUTO, replace(card, usable=2 * int(whole))).nearest.case.streamed == 0
 
 
+def test_auto_leaves_the_margin_with_few_layers_where_not_even_all_would_leave_what_is_preferred() -> None:
+    least = planned("lora", LAYERS).nearest.total
+    card = replace(LARGE, usable=int(1.08 * least))
+    assert card.margin < card.usable - least < card.room
+    few = planned("lora", AUTO, card).nearest
+    assert 0 < few.case.streamed < LAYERS and few.spare >= card.margin
+    assert planned("lora", few.case.streamed - 1, card).nearest.spare < card.margin
+
+
 def test_a_host_too_small_and_a_slow_link_count() -> None:
     found = planned("lora", LAYERS)
     needed = sum(host(found.variants["lora"], found.nearest.case).values())
