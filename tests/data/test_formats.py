@@ -537,6 +537,15 @@ def test_text_in_parts_becomes_one_text_and_other_parts_stay() -> None:
     assert info.mapping == "parts of a message become one text"
     assert as_trl(texts, info)[0]["messages"][1]["content"] == "textoutput_text"
     assert check(Dataset.from_list([parts("text", "verse")], features=kinds)).mapping is None
+    nothing = {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": None}]}]}
+    assert check(Dataset.from_list([nothing], features=kinds)).mapping is None
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "grpo"])
+def test_of_two_columns_of_questions_the_one_is_read_that_trl_reads(method: Any) -> None:
+    answers = {"sft": {"output": "a"}, "kto": {"output": "a", "label": True}, "grpo": {}}
+    row = {"prompt": "q", "question": "other", **answers.get(method, {"chosen": "a", "rejected": "b"})}
+    assert check(Dataset.from_list([row]), method=method).content["prompt"] == "prompt"
 
 
 def test_a_system_prompt_has_several_names_of_which_one_counts() -> None:
