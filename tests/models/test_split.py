@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.split import Crossing, Hops, LayerSplit, SplitMover, counts_for, layer_stack, parse, stack_of
-from hf_rocm_tune.transfer import FaultSpec, Mover, digest
+from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
 from tests import tiny
 
 
@@ -291,6 +291,16 @@ def test_bytes_that_change_in_host_memory_are_sent_again() -> None:
         assert row["kind"] == "changed on the host"
         with pytest.raises(CorruptionError, match="changed in host memory"):
             Crossing(_HarmedHost(mover, times=9), source=0, target=1, name="x").forward(torch.ones(40))
+
+
+def test_bytes_that_change_in_host_memory_end_the_run_where_that_is_asked_for() -> None:
+    settings = TransferSettings(on_corruption="stop")
+    with SplitMover(LayerSplit("layers", (1, 1)), [CPU] * 2, settings=settings) as mover:
+        crossing = Crossing(_HarmedHost(mover, times=1), source=0, target=1, name="x")
+        with pytest.raises(CorruptionError, match="--on_corruption stop is set"):
+            crossing.forward(torch.ones(40))
+        (row,) = mover.report.incidents
+        assert row["outcome"] == "stopped"
 
 
 def _HarmedHost(mover: SplitMover, *, times: int) -> SplitMover:
