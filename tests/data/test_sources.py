@@ -388,6 +388,10 @@ PICTURED: dict[str, tuple[dict[str, Any], bool]] = {
     "a part of a message": ({"messages": [{"role": "user", "content": [{"type": "image", "text": None}]}]}, True),
     "a part of a conversation's turn": ({"conversations": [{"from": "human", "value": [{"type": "video"}]}]}, True),
     "a part of a prompt": ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "completion": []}, True),
+    "a part of a rejected answer": (
+        {"prompt": "q", "chosen": "a", "rejected": [{"role": "assistant", "content": [{"type": "image"}]}]},
+        True,
+    ),
     "parts of text": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "image"}]}]}, False),
     "text": ({"messages": [{"role": "user", "content": "image"}]}, False),
     "no messages": ({"text": "image"}, False),
@@ -461,7 +465,13 @@ def test_the_card_of_a_dataset_on_the_hub_is_checked_before_datasets_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "README.md"))
+
+    def downloaded(*wanted: str, repo_type: str = "model") -> str:
+        if (*wanted, repo_type) != ("someone/rows", "README.md", "dataset"):
+            raise FileNotFoundError(wanted)
+        return str(tmp_path / "README.md")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", downloaded)
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(UsageError, match=r"someone/rows: README.md: its metadata"):
         load_source("someone/rows")
