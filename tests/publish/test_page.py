@@ -379,6 +379,22 @@ def test_what_was_logged_has_its_panel_and_what_was_not_has_none() -> None:
     assert titles([]) == titles([{"step": 1, "loss": NAN, "grad_norm": "high", "learning_rate": None}]) == []
 
 
+def test_incidents_are_marked_at_their_steps_by_how_they_ended() -> None:
+    ended = [{"step": 1, "outcome": "recovered"}, {"step": 2, "outcome": "stopped"}, {"step": 3}, {"outcome": "x"}]
+    panel = loss_panel(Run(directory=Path("run"), rows=rows(), report={"incidents": ended}))
+    assert panel is not None
+    assert panel.marks == {"incident, recovered": [1.0], "incident, not recovered": [2.0, 3.0]}
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_a_curve_fills_the_height_and_rises_as_its_values_do(scale: float) -> None:
+    drawn = page_of(Run(directory=Path("run"), rows=[{"step": at, "loss": at * scale} for at in (1, 2, 3)]))
+    (points,) = [re.findall(r"[ML]([\d.-]+) ([\d.-]+)", d) for d in re.findall(r'd="(M[^"]+)"', drawn)][:1]
+    heights = [float(height) for _, height in points]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+    assert 0 < heights[2] < heights[0] < 200 and heights[0] - heights[2] > 120
+
+
 def test_series_keeps_steps_in_order_the_newest_value_and_gaps() -> None:
     rows = [
         {"step": 3, "loss": 3.0},
