@@ -206,6 +206,7 @@ def test_each_card_has_a_process_on_the_host_and_all_share_the_rest() -> None:
         assert three[part] == 3 * one[part] > 0
     for part in ("system", "a checkpoint being written"):
         assert three[part] == one[part] > 0
+    assert one["processes"] == 3 * 2**30  # in bytes
 
 
 def test_rows_that_are_packed_are_one_sequence_and_a_pair_is_two_rows() -> None:

@@ -96,6 +96,16 @@ def test_no_label_of_a_curve_is_cut(last: int) -> None:
         assert right <= width, label
 
 
+def test_bytes_that_crossed_unverified_are_told() -> None:
+    row = {"origin": "a sampler", "bytes": 3_000_000_000, "reason": "its own copy"}
+    link = {"crossed_bytes": 5_000_000_000, "verified_bytes": 2_000_000_000, "unverified": [row]}
+    found = report(coverage={**report()["coverage"], "crossed": link})
+    notes = verdicts.judge(found, finished=True).notes
+    assert "3.0 GB crossed between host and card unverified: a sampler." in notes
+    shown = page.build({"run": run(report=found)})
+    assert "5.0 GB, of which 2.0 GB verified" in shown and "3.0 GB of a sampler: its own copy" in shown
+
+
 def test_names_of_files_are_no_json() -> None:
     shown = page.build({"run": run(report=report(weights={**report()["weights"], "not_attested": ["a.st", "b.st"]}))})
     assert "2 without a recorded digest (a.st, b.st)" in shown
