@@ -337,6 +337,8 @@ def test_what_transformers_makes_bfloat16_is_planned_so(tmp_path: Path) -> None:
     code, out, _ = run("--model", model, *QUICK)
     assert code == 0 and "become bfloat16" in out
     assert "--load_in_4bit" not in out  # transformers refuses it for such a checkpoint
+    code, out, err = run("--model", model, *QUICK, "--method", "qlora")
+    assert (code, out) == (2, "") and "is bfloat16 when it is loaded, not --method qlora; give --method lora" in err
 
 
 BOTH_WIDTHS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,14 @@ def test_incidents_are_marked_at_their_steps_by_how_they_ended() -> None:
     panel = loss_panel(Run(directory=Path("run"), rows=rows(), report={"incidents": ended}))
     assert panel is not None
     assert panel.marks == {"incident, recovered": [1.0], "incident, not recovered": [2.0, 3.0]}
+
+
+def test_every_curve_has_a_colour_and_neighbours_differ() -> None:
+    shown = page.build({f"run {at}": Run(directory=Path("run"), rows=rows()) for at in range(8)})
+    for drawing in re.findall(r"<svg.*?</svg>", shown, re.DOTALL):
+        classes = re.findall(r'<g class="(c\d+)"', drawing)
+        assert all(f".{name}" in shown for name in classes), classes
+        assert all(first != second for first, second in pairwise(classes)) and len(set(classes)) >= min(6, len(classes))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
