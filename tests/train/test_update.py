@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,7 @@ from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.train.arithmetic import StepVerdict
 from hf_rocm_tune.train.update import Schedule, UpdateChecks
 from hf_rocm_tune.transfer import TransferReport
+from tests import simcard
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 40))]
 SHAPES = [(48, 16), (7,), (1,), (5, 3, 2), (400,)]
@@ -487,3 +491,31 @@ def test_another_schedule_is_named_as_unchecked(scheduler: Any, tmp_path: Any) -
     own = LambdaLR(optimizer, lambda _: 1.0)
     args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
     assert "code of its own" in str(Schedule(own, optimizer, args, 9, excused=True).refusal)
+
+
+NORM_ON_CARD = """
+import torch
+from torch import nn
+from hf_rocm_tune.train.update import UpdateChecks
+from hf_rocm_tune.transfer import TransferReport
+
+torch.set_num_threads(1)
+weight = nn.Parameter(torch.zeros(9_000_000, device="cuda"))
+checks = UpdateChecks(TransferReport(), on=True)
+checks.watch(torch.optim.SGD([weight], lr=1e-3), {})
+clip = checks.clipping(torch.nn.utils.clip_grad_norm_, lambda: None)
+weight.grad = torch.full_like(weight, 3e-3)
+clip([weight], 1.0)
+print(checks.judge([each.tolist() for each in checks.pending()], can_repeat=False).name, checks.failure)
+"""
+
+
+def test_many_gradients_of_one_size_are_no_fault_on_a_card_that_adds_them_in_sequence() -> None:
+    """The simulated card computes norms with torch's code for processors, 0.3 % off here."""
+    try:
+        environment = {**os.environ, **simcard.environment()}
+    except simcard.NoCompiler as missing:
+        pytest.skip(str(missing))
+    command = [sys.executable, "-c", NORM_ON_CARD]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.strip() == "GO_ON", done.stdout + done.stderr[-2000:]
