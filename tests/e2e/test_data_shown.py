@@ -51,6 +51,7 @@ def test_cut_and_dropped_rows_are_counted(
     )
     assert found["dropped"] == (0 if packing else sum(prompt >= limit for prompt in prompts))
     assert ("warning: " in result.stdout and f"--max_length {max(whole)} keeps all" in result.stdout) == (limit < 4096)
+    assert "% of the tokens count in the loss" in " ".join(result.stdout.split())
 
 
 def test_the_other_end_may_be_kept(start: Start, lengths: tuple[Path, list[int], list[int]], tmp_path: Path) -> None:
