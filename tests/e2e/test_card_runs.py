@@ -37,6 +37,7 @@ FROM_CARD = {
     "trainer/sft_trainer.py:SFTTrainer.compute_loss": "metrics of an epoch's last batch, where that is cut",
     "transformers/trainer_pt_utils.py:nested_numpify": "losses of an evaluation",
     "transformers/masking_utils.py:_ignore_causal_mask_sdpa": "whether a mask masks nothing",
+    "update/clipping.py:_adds_in_sequence": "the norm of known numbers, once: how the device adds",
     "train/guard.py:TrainingGuard.require_finite": "whether a weight is finite",
     "transformers/masking_utils.py:find_packed_sequence_indices": "whether positions begin anew",
     "bitsandbytes/functional.py:QuantState.as_dict": "the offset of 4-bit scales, for a state dict that is thrown away",
