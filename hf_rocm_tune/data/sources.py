@@ -477,7 +477,9 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
 def _files_of(name: str) -> list[Path]:
     path = expand_user(name)
     whole = os.path.isfile(path) or _is_saved(path)
-    every = [path] if whole else sorted(path.rglob("*"))  # of what is no folder: none
+    every = [path] if whole else []
+    if not whole and os.path.isdir(path):  # a name may be too long for a question of pathlib's
+        every = sorted(path.rglob("*"))
     return [file for file in every if file.is_file() and _reader_of(file)]
 
 
