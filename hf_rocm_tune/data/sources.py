@@ -467,7 +467,7 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
         if len(files) > 1 and (unlike := _unlike_columns(files)):
             raise UsageError(f"the dataset '{name}' could not be read: {unlike}") from error
         text = " ".join(str(cause).split())[:300] or type(cause).__name__
-        if odd := [file.name for file in _data_in(path) if not _reader_of(file)]:
+        if os.path.isdir(path) and (odd := [file.name for file in _data_in(path) if not _reader_of(file)]):
             text += f" (files that are not supported: {_listed(odd)})"
         raise UsageError(f"the dataset '{name}' could not be read: {text}") from error
     finally:
