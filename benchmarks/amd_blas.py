@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -239,6 +240,21 @@ def _kernels(all_rows: list[int]) -> Iterator[Row]:
 # ---- in the process that was asked ------------------------------------------------------------------------------
 
 
+def machine() -> str:
+    """What the card's code was interpreted on."""
+    return f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}, no GPU"
+
+
+def packages_or_exit() -> list[str]:
+    """Names and versions of AMD's packages; ends the program with the reason where they are not here."""
+    from tests.gfx1100 import rocm_libs
+
+    try:
+        return [f"{each.name} {each.version}" for each in rocm_libs.packages()]
+    except rocm_libs.Missing as missing:
+        sys.exit(str(missing))
+
+
 def on_card(script: str, argv: list[str], **variables: str) -> Iterator[Row]:
     """The rows that a script prints with ``--on-card`` in a process with the card and the libraries."""
     from tests import simcard
@@ -366,16 +382,11 @@ def main() -> None:
         for row in rows():
             print(json.dumps(row), flush=True)
         return
-    from tests.gfx1100 import rocm_libs
-
-    try:
-        packages = rocm_libs.packages()
-    except rocm_libs.Missing as missing:
-        sys.exit(str(missing))
+    packages = packages_or_exit()
     found = {"sweep": sweep, "kernels": kernels, "waves": waves}[wanted.verb](wanted, sys.argv[1:])
     found = {
         "note": EXECUTED if wanted.verb == "sweep" else CHOSEN,
-        "packages": [f"{each.name} {each.version}" for each in packages],
+        "packages": packages,
         "command": sys.argv,
         **found,
     }

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.amd_blas import EXECUTED, LIBRARIES, Log, Row, kind_of_kernel, on_card
+from benchmarks.amd_blas import EXECUTED, LIBRARIES, Log, Row, kind_of_kernel, machine, on_card, packages_or_exit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -268,12 +268,7 @@ def main() -> None:
             ):
                 print(json.dumps(row), flush=True)
         return
-    from tests.gfx1100 import rocm_libs
-
-    try:
-        packages = rocm_libs.packages()
-    except rocm_libs.Missing as missing:
-        sys.exit(str(missing))
+    packages = packages_or_exit()
     rows: list[Row] = []
     try:
         for row in on_card(__file__, sys.argv[1:]):
@@ -290,8 +285,8 @@ def main() -> None:
             print(f"largest of {part}: {row['largest']:.3f} of {row['layer']}, {row.get('side', '')}")
         found = {
             "note": EXECUTED,
-            "machine": "2-core CPU machine, no GPU",
-            "packages": [f"{each.name} {each.version}" for each in packages],
+            "machine": machine(),
+            "packages": packages,
             "command": sys.argv,
             "products": {part: sum(row["part"] == part for row in rows) for part in largest},
             "largest": largest,

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.amd_blas import EXECUTED, ROOT
+from benchmarks.amd_blas import EXECUTED, ROOT, machine, packages_or_exit
 
 ADAPTER = "adapter_model.safetensors"
 METHODS: dict[str, list[str]] = {
@@ -170,18 +170,13 @@ def main() -> None:
     parser.add_argument("--kill", type=int, default=13, help="the step in which the second run is killed; 0: none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the result goes here")
     wanted = parser.parse_args()
-    from tests.gfx1100 import rocm_libs
-
-    try:
-        packages = rocm_libs.packages()
-    except rocm_libs.Missing as missing:
-        sys.exit(str(missing))
+    packages = packages_or_exit()
     from importlib.metadata import version
 
     found: dict[str, Any] = {
         "note": EXECUTED,
-        "machine": "2-core CPU machine, no GPU",
-        "packages": [f"{each.name} {each.version}" for each in packages],
+        "machine": machine(),
+        "packages": packages,
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "peft", "bitsandbytes")},
         "command": sys.argv,
         "methods": {},

@@ -64,7 +64,8 @@ TESTED = {
 LEFT_OUT = {"trl": SpecifierSet("==1.15.*")}
 """Versions between them that do not work: TRL 1.15 computes its loss with Triton on every device, the CPU too."""
 REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""How the names of PEFT's initialisations begin that change the base's weights: the adapter fits no unchanged base."""
+"""How the names of PEFT's initialisations begin (0.21.2) that subtract the adapter's start from the base's weights: it
+fits no unchanged base."""
 
 _PACKAGE = __name__.partition(".")[0]
 _LOADING = "transformers.core_model_loading"

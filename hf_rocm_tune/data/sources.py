@@ -334,7 +334,7 @@ def _inner_reader(file: Path) -> bool:
 
 
 def _data_in(path: Path) -> list[Path]:
-    """Files of a folder that may hold rows, those of formats that are not read among them; none of a file."""
+    """Files of a folder that may hold rows, those of formats that are not read among them."""
     there = []
     for file in sorted(path.rglob("*")):
         inside = file.relative_to(path)

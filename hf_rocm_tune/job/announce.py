@@ -31,8 +31,8 @@ from hf_rocm_tune.machine.software import Software, read_software
 from hf_rocm_tune.machine.survey import survey
 from hf_rocm_tune.models import products
 from hf_rocm_tune.models.adapter import trainable_parameters
-from hf_rocm_tune.models.base_files import GENERATION_FILE
 from hf_rocm_tune.models.experts import experts_of, is_packed
+from hf_rocm_tune.models.files import GENERATION_FILE
 from hf_rocm_tune.publish import readme, vocabulary
 from hf_rocm_tune.publish.history import LOG_NAME, Run, write_log
 from hf_rocm_tune.publish.page import loss_panel, write_png

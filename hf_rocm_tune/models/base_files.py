@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_rocm_tune.foreign import check_printable, checked_name
-from hf_rocm_tune.models.files import SHA256, recorded_sha256, sums
+from hf_rocm_tune.models.files import GENERATION_FILE, SHA256, recorded_sha256, sums
 from hf_rocm_tune.redaction import hub_id_of
 from hf_rocm_tune.transfer import Digest
 
@@ -23,10 +23,9 @@ TOKENIZER_FILE = re.compile(
     r"|chat_template.*|.*processor.*\.json"
 )
 """Names of the files of a tokenizer or processor."""
-GENERATION_FILE = "generation_config.json"
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Where transformers writes the chat templates that stand beside the default one."""
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", GENERATION_FILE)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LARGEST_BYTES = 256 << 20  # of a file beside the weights; vocabularies have up to 40 MB

@@ -31,6 +31,7 @@ from hf_rocm_tune.transfer import Digest, combine, digest
 if TYPE_CHECKING:
     from torch import Tensor
 
+GENERATION_FILE = "generation_config.json"
 _LFS = b"version https://git-lfs"
 
 
@@ -50,8 +51,8 @@ def check_model_directory(directory: Path) -> list[Path]:
         )
     check_beside(directory)
     _read_json(directory / "config.json")
-    if (directory / "generation_config.json").is_file():
-        _read_json(directory / "generation_config.json")
+    if (directory / GENERATION_FILE).is_file():
+        _read_json(directory / GENERATION_FILE)
     files = _weight_files(directory)
     for file in files:
         check_safetensors(file)

@@ -27,7 +27,7 @@ from hf_rocm_tune.models.recompute import keep_hooks_outside
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
 from hf_rocm_tune.transfer.raw_bytes import named_tensors
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
-from hf_rocm_tune.transfer.retry import THROUGH_HOST, Route, copy_again
+from hf_rocm_tune.transfer.retry import THROUGH_HOST, copy_again
 from hf_rocm_tune.transfer.to_host import Fetched, Fetcher
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ class Crossing:
         fetch = mover.cards[source].fetched if fetcher is None else partial(fetcher.fetched, mark=mark)
         moved = tensor
 
-        def cross(_: int = 0, __: Route | None = None) -> bool:
+        def cross() -> bool:
             nonlocal moved
             with fetch(tensor, name=f"{name}.from{source}", stage=BETWEEN_CARDS) as fetched:
                 moved = mover.cards[target].move(
@@ -350,7 +350,7 @@ class Crossing:
 
         if cross():
             return moved
-        ended = copy_again(THROUGH_HOST, cross, on_corruption=mover.cards[source].settings.on_corruption)
+        ended = copy_again(THROUGH_HOST, lambda *_: cross(), on_corruption=mover.cards[source].settings.on_corruption)
         recovered = ended.outcome == "recovered"
         mover.report.add(BETWEEN_CARDS, mismatches=1, recovered=int(recovered))
         row = {"step": mover.step, "stage": BETWEEN_CARDS, "tensor": name, "kind": "changed on the host"}

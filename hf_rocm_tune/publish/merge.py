@@ -32,9 +32,8 @@ from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import read_object
 from hf_rocm_tune.models import base_files
-from hf_rocm_tune.models.base_files import GENERATION_FILE
 from hf_rocm_tune.models.factory import ModelSource, attest_files, check_source, is_pickled, load_model
-from hf_rocm_tune.models.files import FileRecords, check_model_directory
+from hf_rocm_tune.models.files import GENERATION_FILE, FileRecords, check_model_directory
 from hf_rocm_tune.publish import vocabulary
 from hf_rocm_tune.publish.leftovers import Leftovers, add_leftovers, leftovers_of
 from hf_rocm_tune.survive import manifest, saved_state

@@ -68,8 +68,8 @@ class Model(NamedTuple):
 
 def model_in(directory: Path, *, trust_remote_code: bool = False) -> Model:
     """Read what a file is compared with; a ``UsageError`` if that cannot be loaded."""
-    from hf_rocm_tune.models.base_files import GENERATION_FILE
     from hf_rocm_tune.models.factory import ModelSource, read_config
+    from hf_rocm_tune.models.files import GENERATION_FILE
     from hf_rocm_tune.publish import vocabulary
 
     tokenizer = vocabulary.tokenizer_in(directory, trust_remote_code=trust_remote_code)

@@ -16,7 +16,6 @@ from hf_rocm_tune.upstream import REWRITES_BASE
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp and Ollama"
 _VLLM_RANKS = (32, 64, 128, 256, 320, 512)
 """Values of ``--max-lora-rank`` above its default, 16."""
-"""PEFT 0.21.2: initialisations that subtract the adapter's start from the base weight."""
 _HEADS = ("lm_head", "output", "embed_out", "score")
 
 

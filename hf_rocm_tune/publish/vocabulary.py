@@ -18,9 +18,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.foreign import parse_json
-from hf_rocm_tune.models.base_files import GENERATION_FILE, TOKENIZER_FILE, further_templates
+from hf_rocm_tune.models.base_files import TOKENIZER_FILE, further_templates
 from hf_rocm_tune.models.factory import ModelSource, load_tokenizer
-from hf_rocm_tune.models.files import hub_snapshot
+from hf_rocm_tune.models.files import GENERATION_FILE, hub_snapshot
 from hf_rocm_tune.paths import expand_user
 
 ROLES = ("bos", "eos", "pad")

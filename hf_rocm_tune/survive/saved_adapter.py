@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import bounded_patterns, check_printable, read_object
-from hf_rocm_tune.models.base_files import GENERATION_FILE, TEMPLATE_FOLDER, TOKENIZER_FILE, further_templates
-from hf_rocm_tune.models.files import check_safetensors, sums
+from hf_rocm_tune.models.base_files import TEMPLATE_FOLDER, TOKENIZER_FILE, further_templates
+from hf_rocm_tune.models.files import GENERATION_FILE, check_safetensors, sums
 from hf_rocm_tune.paths import expand_user
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.run_directory import list_checkpoints, run_settings

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.transfer.digest import Digest, Readback, digest, digest_on_device
+from hf_rocm_tune.transfer.digest import Digest, DigestReadback, digest, digest_on_device
 from hf_rocm_tune.transfer.interception import own_copies
 from hf_rocm_tune.transfer.raw_bytes import ordinary
 
@@ -301,7 +301,7 @@ class _EventTicket:
 
 class _QueuedDigest:
     def __init__(self, sums: Tensor, nbytes: int) -> None:
-        self._readback, self._nbytes = Readback(sums), nbytes
+        self._readback, self._nbytes = DigestReadback(sums), nbytes
 
     def done(self) -> bool:
         return self._readback.done()

@@ -109,13 +109,13 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
     """
     if tensor.device.type == "cpu":
         return Digest(*_host_sums(as_bytes(dense(tensor)), word_offset), tensor.nbytes)
-    readback = Readback(digest_on_device(tensor, word_offset))
+    readback = DigestReadback(digest_on_device(tensor, word_offset))
     readback.join()
     (found,) = readback.digests([tensor.nbytes])
     return found
 
 
-class Readback:
+class DigestReadback:
     """Sums of digests on their way to the host, queued on the current stream behind what computes them.
 
     They land in page-locked memory of their own; what is queued later does not delay them.
@@ -181,7 +181,7 @@ class QueuedDigests:
     def __init__(self, tensors: Sequence[Tensor | TensorGroup]) -> None:
         self._found: dict[int, Digest] = {}
         self._on_device: list[tuple[list[int], list[int], Tensor]] = []  # places in `tensors`, sizes, sums
-        self._pending: list[tuple[list[int], list[int], Readback]] = []
+        self._pending: list[tuple[list[int], list[int], DigestReadback]] = []
         for device in {each.device for each in tensors}:
             places = [at for at, each in enumerate(tensors) if each.device == device]
             mine = [tensors[at] for at in places]
@@ -193,7 +193,7 @@ class QueuedDigests:
                 sums = torch.zeros(len(mine), 2, dtype=torch.int64, device=device)
                 for row, each in zip(sums, mine, strict=True):
                     _chosen(device)[0](_bytes_of(each), 0, row)
-            self._pending.append((places, sizes, Readback(sums)))
+            self._pending.append((places, sizes, DigestReadback(sums)))
             self._on_device.append((places, sizes, sums))
 
     def done(self) -> bool:

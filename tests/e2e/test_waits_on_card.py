@@ -12,7 +12,7 @@ from tests.e2e.command import CommandServer
 from tests.e2e.conftest import flags
 from tests.simcard.log import Event, Log
 
-VERDICT = "transfer/digest.py:Readback.join"
+VERDICT = "transfer/digest.py:DigestReadback.join"
 """A batch's, which must be there before its forward. It follows the copy on a queue of its own, not the computation."""
 GUARD = "train/guard.py:_read_figures"
 """Loss and gradient norm, before they are used."""

@@ -40,7 +40,7 @@ def differ(found: Tensor, exact: Tensor) -> int:
 def digests(full: bool) -> Iterator[Row]:
     """The kernel's sums against the host's: lengths, addresses, borders of blocks, skews."""
     from hf_rocm_tune.transfer import digest_triton
-    from hf_rocm_tune.transfer.digest import BLOCK_WORDS, Readback, digest
+    from hf_rocm_tune.transfer.digest import BLOCK_WORDS, DigestReadback, digest
 
     numbers = random.Random(0)
     lengths = [0, 1, 3, 4, 15, 16, 17, 4095, 4099, 4 * BLOCK_WORDS - 1, 4 * BLOCK_WORDS + 5]
@@ -61,7 +61,7 @@ def digests(full: bool) -> Iterator[Row]:
     for length, start, offset in cases:
         sums = torch.zeros(2, dtype=torch.int64, device=CARD)
         digest_triton.triton_sums(on_card[start : start + length], offset, sums)
-        readback = Readback(sums)
+        readback = DigestReadback(sums)
         readback.join()
         same = readback.digests([length]) == [digest(room[start : start + length].clone(), word_offset=offset)]
         yield {"case": f"{length} bytes from {start} at word {offset}", "wrong": int(not same)}

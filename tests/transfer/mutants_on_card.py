@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest
 from hf_rocm_tune.transfer.backend import AcceleratorBackend, _EventTicket, _QueuedDigest
-from hf_rocm_tune.transfer.digest import Readback
+from hf_rocm_tune.transfer.digest import DigestReadback
 from hf_rocm_tune.transfer.interception import own_copies
 from hf_rocm_tune.transfer.staging import Slot
 from hf_rocm_tune.transfer.to_host import Fetched
@@ -391,7 +391,7 @@ MUTANTS: dict[str, tuple[tuple[str, ...], Any, str, Any]] = {
     "blocking copy not waited for": (FULL, AcceleratorBackend, "copy", _blocking_not_waited_for),
     "digest on the caller's stream": (FULL, AcceleratorBackend, "digest", _digest_on_callers_stream),
     "digest before its copy": (FULL, AcceleratorBackend, "digest_beside", _digest_before_the_copy),
-    "digest read early": (FULL, Readback, "join", lambda self: None),
+    "digest read early": (FULL, DigestReadback, "join", lambda self: None),
     "one buffer for all digests": (FULL, AcceleratorBackend, "digest", _one_buffer_for_all),
     "table used before it is made": (FULL, digests_of, "_computed", lambda table: table),
     "fill on the caller's stream": (FULL, AcceleratorBackend, "fill", lambda self, target, value: target.fill_(value)),

@@ -17,7 +17,7 @@ from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.train.arithmetic import StepVerdict
 from hf_rocm_tune.train.update.clipping import ClippingCheck
-from hf_rocm_tune.train.update.comparison import ELEMENTS, TENSORS, Awaited, Comparison, Elements, copied
+from hf_rocm_tune.train.update.comparison import ELEMENTS, TENSORS, Awaited, Elements, Recomputed, copied
 from hf_rocm_tune.train.update.optimizers import BLOCK, SGD, Update, definition_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sample:
+class _UpdateSample:
     """Neighbouring elements of one tensor, before a step."""
 
     name: str
@@ -66,7 +66,7 @@ class UpdateChecks:
         self._drawn = random.Random(0)  # not torch's or Python's own, which training uses
         self._handles: list[Any] = []
         self._rows: list[tuple[dict[str, Any], Tensor]] = []
-        self._samples: list[_Sample] = []
+        self._samples: list[_UpdateSample] = []
         self._definition: Callable[[Tensor, Mapping[str, Any]], SGD] | None = None
         self._updated: list[Awaited] = []  # of the last update
         self._clipped: list[Awaited] = []  # of this step's clipping
@@ -131,7 +131,7 @@ class UpdateChecks:
             if sample is not None:
                 self._samples.append(sample)
 
-    def _sample_of(self, group: Mapping[str, Any], whole: Tensor, optimizer: Any) -> _Sample | None:
+    def _sample_of(self, group: Mapping[str, Any], whole: Tensor, optimizer: Any) -> _UpdateSample | None:
         """A sample of a parameter before its update; None where the definition does not hold for it."""
         if whole.grad is None or whole.grad.is_sparse or group.get("amsgrad") or isinstance(group["lr"], Tensor):
             return None
@@ -148,7 +148,7 @@ class UpdateChecks:
         done = state.get("step", 0)
         is_on_device = isinstance(done, Tensor) and done.device.type != "cpu"
         begin, length = self._place_in(parameter, definition)
-        sample = _Sample(
+        sample = _UpdateSample(
             name=self._names.get(id(whole), "a parameter"),
             whole=whole,
             parameter=parameter,
@@ -190,7 +190,7 @@ class UpdateChecks:
             after = [sample.part_of(each) for each in (sample.parameter, *made)]
             self._updated.append(Awaited(torch.cat([*sample.before, *after]), partial(self._wrong_update, sample)))
 
-    def _wrong_update(self, sample: _Sample, numbers: Any) -> str | None:
+    def _wrong_update(self, sample: _UpdateSample, numbers: Any) -> str | None:
         """``numbers``: what `_sample_of` and then `_after_update` have copied, in their order."""
         row, definition, length = Elements(numbers), sample.definition, sample.length
         sizes = definition.sizes(length)
@@ -206,7 +206,7 @@ class UpdateChecks:
         made_state = {name: row.take(size) for name, size in zip(definition.states, sizes, strict=True) if row.left}
         self._report.count("arithmetic", updates=1)
         if is_skipped:
-            return Comparison("the weight", made_weight, weight, np.zeros(len(weight))).wrong()
+            return Recomputed("the weight", made_weight, weight, np.zeros(len(weight))).wrong()
         update = Update(
             dtype=sample.parameter.dtype,
             group=sample.group,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm_tune.models.shards import local
-from hf_rocm_tune.train.update.comparison import TENSORS, TINY, Awaited, Comparison, copied
+from hf_rocm_tune.train.update.comparison import TENSORS, TINY, Awaited, Recomputed, copied
 
 if TYPE_CHECKING:
     from hf_rocm_tune.transfer import TransferReport
@@ -48,7 +48,7 @@ class _Clipping:
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _GradientSample:
     """Neighbouring elements of one gradient, before clipping."""
 
     parameter: Tensor
@@ -110,7 +110,7 @@ class ClippingCheck:
 
     # ---- sampled gradients ----------------------------------------------------------------------------------
 
-    def _samples(self, gradients: Gradients) -> Iterator[_Sample]:
+    def _samples(self, gradients: Gradients) -> Iterator[_GradientSample]:
         usable = [
             (parameter, grad)
             for parameter, grad in gradients
@@ -120,9 +120,11 @@ class ClippingCheck:
             length = min(self._elements, grad.numel())
             begin = self._drawn.randrange(grad.numel() - length + 1)
             part = slice(begin, begin + length)
-            yield _Sample(parameter, part, copied(grad.view(-1)[part]))
+            yield _GradientSample(parameter, part, copied(grad.view(-1)[part]))
 
-    def _wrong_gradient(self, sample: _Sample, dtype: torch.dtype, clipping: _Clipping, numbers: Any) -> str | None:
+    def _wrong_gradient(
+        self, sample: _GradientSample, dtype: torch.dtype, clipping: _Clipping, numbers: Any
+    ) -> str | None:
         """``numbers``: the elements before clipping, then after it."""
         length = len(sample.before)
         before, after = numbers[:length] / clipping.scale, numbers[length:]
@@ -134,7 +136,7 @@ class ClippingCheck:
         bound = relative * np.abs(wanted) + max(2 * stored.tiny * stored.eps, TINY)
         self._report.count("arithmetic", clipped=1)
         name = self._names.get(id(sample.parameter), "a parameter")
-        wrong = Comparison(f"the clipped gradient of {name}", after, wanted, bound).wrong()
+        wrong = Recomputed(f"the clipped gradient of {name}", after, wanted, bound).wrong()
         return None if wrong is None else f"{wrong}, for a norm of {clipping.norm:.6g}"
 
     # ---- the norm -------------------------------------------------------------------------------------------

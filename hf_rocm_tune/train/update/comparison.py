@@ -24,7 +24,7 @@ class Awaited(NamedTuple):
     wrong: Callable[[Any], str | None]  # given the float64 array: what is wrong with it; None if nothing is
 
 
-class Comparison(NamedTuple):
+class Recomputed(NamedTuple):
     """What an operation has made of values, what it should have made, and how far both may lie apart; float64."""
 
     what: str

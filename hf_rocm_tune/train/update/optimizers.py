@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_rocm_tune.train.update.comparison import TINY, Comparison
+from hf_rocm_tune.train.update.comparison import TINY, Recomputed
 
 BLOCK = 256
 """Elements that share a scale in bitsandbytes' 8-bit states."""
@@ -75,7 +75,7 @@ class SGD:
             return _SINGLE
         return max(_SINGLE, update.stored)
 
-    def compared(self, update: Update) -> list[Comparison]:
+    def compared(self, update: Update) -> list[Recomputed]:
         """The weight and the state that the definition makes, beside what was made."""
         group, stored, computed = update.group, update.stored, self.rounding(update)
         lr, decay, momentum = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
@@ -92,13 +92,13 @@ class SGD:
                 buffer = momentum * before + (1 - group["dampening"]) * g
                 size = size + momentum * np.abs(before)
             bound = (2 * stored + 8 * computed) * size + update.spacing
-            found.append(Comparison("its momentum", update.made_state["momentum_buffer"], buffer, bound))
+            found.append(Recomputed("its momentum", update.made_state["momentum_buffer"], buffer, bound))
             moved = g + momentum * buffer if group["nesterov"] else buffer
             size = size * (1 + momentum)
         wanted = p - lr * moved
         bound = 2 * stored * (np.abs(p) + np.abs(wanted)) + (2 * stored + 16 * computed) * lr * size
         bound = bound + (1 + lr) * update.spacing
-        return [*found, Comparison("the weight", update.made_weight, wanted, bound)]
+        return [*found, Recomputed("the weight", update.made_weight, wanted, bound)]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Adam(SGD):
             return zero, zero
         return m, v
 
-    def compared(self, update: Update) -> list[Comparison]:
+    def compared(self, update: Update) -> list[Recomputed]:
         group, step, p, g = update.group, update.step, update.weight, update.gradient
         lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), group["eps"]
         first, second = group["betas"][:2]
@@ -161,7 +161,7 @@ class Adam(SGD):
         bound = 2 * update.stored * (np.abs(p) + np.abs(wanted)) + rounding + update.spacing
         return [
             *self.compared_moments(update, _Moment(new_m, off_m), _Moment(new_v, off_v), size),
-            Comparison("the weight", update.made_weight, wanted, bound),
+            Recomputed("the weight", update.made_weight, wanted, bound),
         ]
 
     def _loose(self, decay: float) -> float:
@@ -175,15 +175,15 @@ class Adam(SGD):
         power: float = decay ** (step - 1)
         return (step * power * self._loose(decay) + 2 * _SINGLE) / (1 - power * decay)
 
-    def compared_moments(self, update: Update, m: _Moment, v: _Moment, size: Any) -> list[Comparison]:
+    def compared_moments(self, update: Update, m: _Moment, v: _Moment, size: Any) -> list[Recomputed]:
         """``size``: of the terms of the first moment."""
         stored, least, computed = update.stored, update.spacing, self.rounding(update)
         if self.fused:  # bitsandbytes' are in float32
             stored, least = min(stored, _SINGLE), TINY
         first, second = (update.made_state[name] for name in self.states)
         return [
-            Comparison("its first moment", first, m.value, (2 * stored + 8 * computed) * size + m.off + least),
-            Comparison("its second moment", second, v.value, (4 * stored + 16 * computed) * v.value + v.off + least),
+            Recomputed("its first moment", first, m.value, (2 * stored + 8 * computed) * size + m.off + least),
+            Recomputed("its second moment", second, v.value, (4 * stored + 16 * computed) * v.value + v.off + least),
         ]
 
 
@@ -211,7 +211,7 @@ class BlockAdam(Adam):
         second = _code_map(False)[state["state2"].astype(int)] * state["absmax2"]
         return first, second
 
-    def compared_moments(self, update: Update, m: _Moment, v: _Moment, size: Any) -> list[Comparison]:
+    def compared_moments(self, update: Update, m: _Moment, v: _Moment, size: Any) -> list[Recomputed]:
         made = update.made_state
         return [
             *_compared_codes("its first moment", made["state1"], made["absmax1"], m, size, signed=True),
@@ -221,7 +221,7 @@ class BlockAdam(Adam):
 
 def _compared_codes(
     what: str, codes: Any, largest: Any, moment: _Moment, size: Any, *, signed: bool
-) -> list[Comparison]:
+) -> list[Recomputed]:
     """A block's codes and its scale, float64 of shapes [n] and [1], beside the moment that they stand for."""
     codes, values = codes.astype(int), _code_map(signed)
     error = 64 * _SINGLE * size.max() + moment.off.max() + TINY
@@ -231,8 +231,8 @@ def _compared_codes(
     edge = (values[1] - values[0]) * largest * is_edge + _COARSE * largest
     most = np.abs(moment.value).max(keepdims=True)
     return [
-        Comparison(f"{what}'s scale", largest, most, np.array([error])),
-        Comparison(what, middle, moment.value, half + edge + error),
+        Recomputed(f"{what}'s scale", largest, most, np.array([error])),
+        Recomputed(what, middle, moment.value, half + edge + error),
     ]
 
 
