@@ -81,10 +81,10 @@ def assert_same_end(output: Path, expected: Path) -> None:
 def test_the_plan_counts_pictures(job: Job, tmp_path: Path, trained: dict[str, str]) -> None:
     """Within 3 % of the most that the card's allocator held, with rows that are all as long as the longest.
 
-    Of Qwen3-VL with two pictures a row the plan is too high, by 8 % (frozen tower) and 6 %; why is not known.
+    An epoch has two batches: in one of a single batch none is transferred ahead, and the plan counts one.
     """
     (line, *_) = [line for line in job.settings["dataset_name"].read_text().splitlines() if line.count(".png") == 2]
-    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", [json.loads(line)] * ROWS)
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", [json.loads(line)] * (2 * ROWS))
     argv = flags(model=job.settings["model_name_or_path"], dataset=data, max_length=256)
     planned = done(job.server.run(*argv, "--json", env={"VERB": "plan"}))
     longest = json.loads(planned.stdout)["data"]["longest"]
@@ -93,8 +93,7 @@ def test_the_plan_counts_pictures(job: Job, tmp_path: Path, trained: dict[str, s
     job.done(tmp_path / "planned", **given, **trained)
     report = report_of(tmp_path / "planned")
     peak = report["telemetry"][0]["torch_peak_allocated_gib"] * 2**30
-    above = 1.09 if "qwen3_vl" in job.root.name else 1.03
-    assert 0.97 <= report["auto_fit"]["predicted_bytes"] / peak <= above
+    assert 0.97 <= report["auto_fit"]["predicted_bytes"] / peak <= 1.03
 
 
 @pytest.mark.parametrize("trained", [{}, BOTH_PARTS], ids=["language model", "tower too"])
