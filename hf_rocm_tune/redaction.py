@@ -55,18 +55,20 @@ def is_secret_name(name: str) -> bool:
 def without_secrets(value: Any) -> Any:
     """A nested value without the secret keys of its mappings; tuples become lists."""
     if isinstance(value, Mapping):
-        return {key: without_secrets(each) for key, each in value.items() if not is_secret_name(str(key))}
-    return [without_secrets(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: without_secrets(inner) for key, inner in value.items() if not is_secret_name(str(key))}
+    if isinstance(value, list | tuple):
+        return [without_secrets(inner) for inner in value]
+    return value
 
 
 def remember(value: Any, *, named: bool = False) -> None:
     """Note for `redact` the secrets in a nested value that are long enough."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            remember(each, named=named or is_secret_name(str(key)))
+        for key, inner in value.items():
+            remember(inner, named=named or is_secret_name(str(key)))
     elif isinstance(value, list | tuple):
-        for each in value:
-            remember(each, named=named)
+        for inner in value:
+            remember(inner, named=named)
     elif named and isinstance(value, str) and _is_long(value):
         _remembered.add(value)
 
@@ -83,7 +85,9 @@ def remember_arguments(argv: Sequence[str]) -> None:
         value = word
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
-        remember({name: value, **{found["name"]: found["value"] for found in _PAIR.finditer(value)}})
+        remember({name: value})
+        for pair in _PAIR.finditer(value):
+            remember({pair["name"]: pair["value"]})
         with suppress(ValueError, RecursionError):
             remember(json.loads(value))
 
@@ -92,7 +96,9 @@ def redact(text: str, *, also: Iterable[str] = ()) -> str:
     """A text without secrets."""
     for secret in sorted({*_remembered, *also}, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
-    return _FLAG.sub(_hidden, _PAIR.sub(_hidden, _FORMS.sub(REDACTED, text)))
+    text = _FORMS.sub(REDACTED, text)
+    text = _PAIR.sub(_hidden, text)
+    return _FLAG.sub(_hidden, text)
 
 
 def redact_json(value: Any) -> Any:
@@ -102,7 +108,7 @@ def redact_json(value: Any) -> Any:
 
 def one_line(text: str) -> str:
     """One line for the terminal, without secrets and control characters."""
-    return "".join(each if each.isprintable() else " " for each in redact(text))
+    return "".join(letter if letter.isprintable() else " " for letter in redact(text))
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:
@@ -116,15 +122,19 @@ def print_line(text: str, file: TextIO | None = None) -> None:
     print(line, file=file, flush=True)
 
 
-def _hidden(found: re.Match[str]) -> str:
-    value = found["value"]
+def _hidden(pair: re.Match[str]) -> str:
+    """What a name and its value become: the value is hidden where the name is a secret's."""
+    name, between, value = pair["name"], pair["between"], pair["value"]
+    if value == REDACTED or not is_secret_name(name.lstrip("-")):
+        return pair[0]
     # In prose such a name may precede a colon: hide only a value that looks like a secret, is quoted or assigned.
-    like_one = len(value) >= _SHORTEST_VALUE and any(each.isdigit() for each in value)
-    marked = any(found.groupdict().get(group) for group in ("quote", "scheme"))
-    given = marked or "=" in found["between"] or found["name"].startswith("--")
-    if not is_secret_name(found["name"].lstrip("-")) or value == REDACTED or not (like_one or given):
-        return found[0]
-    return f"{found['name']}{found['between']}{REDACTED}"
+    looks_secret = len(value) >= _SHORTEST_VALUE and any(letter.isdigit() for letter in value)
+    groups = pair.groupdict()  # those of a flag have neither quote nor scheme
+    is_marked = bool(groups.get("quote") or groups.get("scheme"))
+    is_assigned = "=" in between or name.startswith("--")
+    if looks_secret or is_marked or is_assigned:
+        return f"{name}{between}{REDACTED}"
+    return pair[0]
 
 
 def map_strings(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
@@ -132,8 +142,10 @@ def map_strings(value: Any, change: Callable[[str], str], change_key: Callable[[
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change_key(str(key)): map_strings(each, change, change_key) for key, each in value.items()}
-    return [map_strings(each, change, change_key) for each in value] if isinstance(value, list | tuple) else value
+        return {change_key(str(key)): map_strings(inner, change, change_key) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_strings(inner, change, change_key) for inner in value]
+    return value
 
 
 # ---- what is private in a publication ---------------------------------------------------------------------------
@@ -183,7 +195,7 @@ class Private:
             users=_names([*users, *(Path(home).name for home in homes)]),
             hosts=_names([*hosts, *(host.partition(".")[0] for host in hosts)]),
             secrets=tuple({value for value in (*held, *secrets) if value and _is_long(value)}),
-            roots=_USUAL_ROOTS | ({each.name for each in os.scandir("/") if each.is_dir()} - _PUBLIC_ROOTS),
+            roots=_USUAL_ROOTS | ({entry.name for entry in os.scandir("/") if entry.is_dir()} - _PUBLIC_ROOTS),
         )
 
     @cached_property
@@ -210,15 +222,19 @@ def local_paths(settings: Any) -> list[str]:
     if isinstance(settings, str):
         is_path = os.path.isabs(settings) or (os.sep in settings and os.path.exists(settings))
         return [settings] if is_path else []
-    inside = settings.values() if isinstance(settings, Mapping) else settings
-    several = isinstance(settings, Mapping | list | tuple)
-    return [path for each in inside for path in local_paths(each)] if several else []
+    if isinstance(settings, Mapping):
+        settings = list(settings.values())
+    if isinstance(settings, list | tuple):
+        return [path for inner in settings for path in local_paths(inner)]
+    return []
 
 
 def hub_id_of(path: str) -> str | None:
     """The id of a path in the Hub's cache (``.../models--ORG--NAME/snapshots/...``); None for others."""
-    found = _HUB_CACHE.search(path)
-    return found["id"].replace("--", "/", 1) if found else None
+    cached = _HUB_CACHE.search(path)
+    if cached is None:
+        return None
+    return cached["id"].replace("--", "/", 1)
 
 
 def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
@@ -227,8 +243,9 @@ def scrub_text(text: str, private: Private, *, names: bool = True) -> str:
     for pattern, instead in private.path_patterns:
         text = pattern.sub(instead, text)
     text = _PATH.sub(partial(_shortened, private), text)
-    for pattern, instead in private.name_patterns if names else ():
-        text = pattern.sub(instead, text)
+    if names:
+        for pattern, instead in private.name_patterns:
+            text = pattern.sub(instead, text)
     return text
 
 
@@ -240,17 +257,25 @@ def scrub_json(value: Any, private: Private, *, names: bool = True) -> Any:
 
 def find_private(content: bytes, private: Private) -> str | None:
     """The literal secrets and paths of `Private` in bytes, in words; None for none. Patterns would occur by chance."""
-    paths = [known for known, instead in private.paths.items() if instead != "~" and len(Path(known).parts) > 2]
-    wanted = dict.fromkeys(private.secrets, "a secret") | {path: f"the path {path}" for path in paths}
-    return next((what for needle, what in wanted.items() if needle.encode() in content), None)
+    for secret in private.secrets:
+        if secret.encode() in content:
+            return "a secret"
+    for path, instead in private.paths.items():
+        is_home_or_short = instead == "~" or len(Path(path).parts) <= 2
+        if not is_home_or_short and path.encode() in content:
+            return f"the path {path}"
+    return None
 
 
-def _shortened(private: Private, found: re.Match[str]) -> str:
+def _shortened(private: Private, match: re.Match[str]) -> str:
     """``.../NAME`` for a private path; others stay."""
-    if found[1] is not None and found[1] not in private.roots and not found[0].startswith("/dev/shm/"):
-        return found[0]
-    last = _last_name(found[0])
-    return "..." if last in private.users or last.startswith("~") else f".../{last}"
+    path, root = match[0], match[1]  # no root: the path begins with ``~``
+    if root is not None and root not in private.roots and not path.startswith("/dev/shm/"):
+        return path
+    last = _last_name(path)
+    if last in private.users or last.startswith("~"):
+        return "..."
+    return f".../{last}"
 
 
 def _last_name(path: str) -> str:
@@ -258,7 +283,10 @@ def _last_name(path: str) -> str:
     return hub_id_of(path) or Path(path.rstrip("/")).name
 
 
-def _names(found: Iterable[str]) -> tuple[str, ...]:
+def _names(candidates: Iterable[str]) -> tuple[str, ...]:
     """The names to hide, the longest first, since one may contain another."""
-    kept = {n for n in found if len(n) >= _SHORTEST_NAME and n.lower() not in _PUBLIC_NAMES and not n.isdigit()}
+    kept = set()
+    for name in candidates:
+        if len(name) >= _SHORTEST_NAME and name.lower() not in _PUBLIC_NAMES and not name.isdigit():
+            kept.add(name)
     return tuple(sorted(kept, key=lambda name: (-len(name), name)))

@@ -52,9 +52,11 @@ class Rank(NamedTuple):
 
     @property
     def answer(self) -> dict[str, str]:
-        """Its `stacks`; empty if they cannot be read."""
+        """Its `stacks`; empty if there are none, or if they cannot be read."""
+        if self.stacks is None:
+            return {}
         with suppress(OSError, ValueError):
-            return dict(json.loads(self.stacks.read_text())) if self.stacks else {}
+            return dict(json.loads(self.stacks.read_text()))
         return {}
 
     @property
@@ -84,13 +86,17 @@ class RankStatus:
 
     def others(self) -> list[Rank]:
         """The other ranks that have joined and not left, alive or not."""
-        found = []
+        others = []
         for file in sorted(self.directory.glob("rank-*")):
+            number = int(file.name.removeprefix("rank-"))
+            if number == self.me.rank:
+                continue
             with suppress(OSError, ValueError):  # gone, or being written
-                rank, (pid, born) = int(file.name[5:]), map(int, file.read_text().split())
-                stacks = file.with_name(f"stacks-{rank}")
-                found.append(Rank(rank, pid, born, file.stat().st_mtime_ns, stacks if stacks.exists() else None))
-        return [each for each in found if each.rank != self.me.rank]
+                pid, born = map(int, file.read_text().split())
+                stacks = file.with_name(f"stacks-{number}")
+                tick = file.stat().st_mtime_ns
+                others.append(Rank(number, pid, born, tick, stacks if stacks.exists() else None))
+        return others
 
     def claim(self, name: str) -> bool:
         """Create a file of this name; False if it exists."""
@@ -102,7 +108,7 @@ class RankStatus:
     def leave(self) -> None:
         """Remove this rank; if no other living rank is left, delete the directory."""
         self._file.unlink(missing_ok=True)
-        if not any(each.alive for each in self.others()):
+        if not any(other.alive for other in self.others()):
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -130,23 +136,30 @@ class Watchdog:
         self._thread.join()  # if it has declared a stall, it ends the process
 
     def _watch(self) -> None:
-        rank_status, before, beats, silent_s = self.rank_status, time.monotonic(), -1, 0.0
-        seen: dict[int, tuple[int, float]] = {}  # by rank: its last tick, and the seconds since it changed
+        """Every tick: is this rank overdue, and is there another one that may still make progress?"""
+        before, beats, silent_s = time.monotonic(), -1, 0.0
+        ticks = _Ticks(patience_s=max(TICK_SECONDS, 4 * self._tick_s))
         while not self._stopped.wait(self._tick_s):
             now = time.monotonic()
-            # Time beyond two ticks is time in which this process was suspended.
-            passed, before = min(now - before, 2 * self._tick_s), now
-            silent_s, limit_s = silent_s + passed if self.beats == beats else 0.0, self.limit_s
-            beats, overdue = self.beats, limit_s is not None and silent_s > limit_s
-            others = rank_status.tick(overdue=overdue) if rank_status is not None else []
-            for each in others:
-                last, seconds = seen.get(each.rank, (-1, 0.0))
-                seen[each.rank] = each.tick, seconds + passed if each.tick == last else 0.0
-            answering = [each for each in others if seen[each.rank][1] < max(TICK_SECONDS, 4 * self._tick_s)]
+            passed = min(now - before, 2 * self._tick_s)  # in the time beyond two ticks this process was suspended
+            before = now
+            if self.beats == beats:
+                silent_s += passed
+            else:
+                beats, silent_s = self.beats, 0.0
+            limit_s = self.limit_s
+            overdue = limit_s is not None and silent_s > limit_s
+            others: list[Rank] = []
+            declared = False
+            if self.rank_status is not None:
+                others = self.rank_status.tick(overdue=overdue)
+                declared = (self.rank_status.directory / "declared").exists()
+            answering = ticks.answering(others, passed)
             # Another rank that may still make progress is rightly waited for.
-            is_stall = overdue and all(each.stacks for each in answering)
-            if is_stall or (rank_status is not None and (rank_status.directory / "declared").exists()):
-                self._conclude(others, [each for each in others if each not in answering], silent_s)
+            is_stall = overdue and all(other.stacks for other in answering)
+            if is_stall or declared:
+                mute = [other for other in others if other not in answering]
+                self._conclude(others, mute, silent_s)
 
     def _conclude(self, others: Sequence[Rank], mute: Sequence[Rank], silent_s: float) -> NoReturn:
         """Name the cause, or wait until the rank that was first has done so, and end the job."""
@@ -156,12 +169,14 @@ class Watchdog:
             _wait((rank_status.directory / "finished").exists, _VERDICT_SECONDS)
             self._end([])
         try:
-            me = rank_status.me if rank_status is not None else Rank(0, os.getpid(), 0)
-            answers = {me: stacks(), **{each: {} if each in mute else each.answer for each in others}}
+            me = Rank(0, os.getpid(), 0) if rank_status is None else rank_status.me
+            answers = {me: stacks()}
+            for other in others:
+                answers[other] = {} if other in mute else other.answer
             cause = explain(answers)
             page = f"no progress for {silent_s:.0f} s {self.where}\n{cause}\n"
-            for each in sorted(answers):
-                page += f"\n==== {each.name} {_what(each, answers[each])}\n{answers[each].get('text', '')}"
+            for rank, answer in sorted(answers.items()):
+                page += f"\n==== {rank.name} {_what(rank, answer)}\n{answer.get('text', '')}"
             self.leave_evidence(cause, round(silent_s, 1), page)
         except Exception:
             traceback.print_exc()  # a bug of ours must not keep the job running
@@ -170,17 +185,38 @@ class Watchdog:
 
     def _end(self, mute: Sequence[Rank]) -> NoReturn:
         """End this process, its children, and the ranks that cannot end themselves."""
-        doomed = [*_children(os.getpid()), *(child for each in mute for child in [*_children(each.pid), each.pid])]
+        doomed = _children(os.getpid())
+        for rank in mute:
+            doomed += [*_children(rank.pid), rank.pid]
         for pid in doomed:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if self.rank_status is not None:
             with suppress(OSError):
                 self.rank_status.claim("finished")
-            _wait(lambda: not any(each.alive for each in mute), 1.0)
+            _wait(lambda: not any(rank.alive for rank in mute), 1.0)
             self.rank_status.leave()
         briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()), 1.0)
         os._exit(StallError.exit_code)
+
+
+class _Ticks:
+    """Which other ranks answer: their tick has changed within ``patience_s`` seconds in which this thread ran."""
+
+    def __init__(self, *, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._seen: dict[int, tuple[int, float]] = {}  # by rank: its last tick, and the seconds since it changed
+
+    def answering(self, others: Sequence[Rank], passed_s: float) -> list[Rank]:
+        """Those of ``others`` that answer, after so many seconds more."""
+        answering = []
+        for other in others:
+            last, unchanged_s = self._seen.get(other.rank, (-1, 0.0))
+            unchanged_s = unchanged_s + passed_s if other.tick == last else 0.0
+            self._seen[other.rank] = other.tick, unchanged_s
+            if unchanged_s < self._patience_s:
+                answering.append(other)
+        return answering
 
 
 def briefly(work: Callable[[], object], seconds: float) -> None:
@@ -215,8 +251,8 @@ def _end_in_any_case(seconds: float) -> None:
 def _children(pid: int) -> list[int]:
     """The pids of a process's descendants in its own session: a logging service leaves it to outlive its parent."""
     with suppress(psutil.Error, OSError):
-        found = psutil.Process(pid).children(recursive=True)
-        return [each.pid for each in found if os.getsid(each.pid) == os.getsid(pid)]
+        children = psutil.Process(pid).children(recursive=True)
+        return [child.pid for child in children if os.getsid(child.pid) == os.getsid(pid)]
     return []
 
 
@@ -226,20 +262,27 @@ def _children(pid: int) -> list[int]:
 def stacks() -> dict[str, str]:
     """Of this process: ``text``: the stacks of all other threads, the main thread first; ``waits``: the collective in
     which the main thread waits, for people, empty if it does not wait in one; ``at``: where it is."""
-    main, names = threading.main_thread().ident, {each.ident: each.name for each in threading.enumerate()}
-    frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
-    text = "\n".join(
-        f"{names.get(number, number)} (most recent call last):\n{''.join(traceback.format_stack(frame))}"
-        for number, frame in frames
-        if number != threading.get_ident()
-    )
-    inner_first = traceback.extract_stack(frames[0][1])[::-1]
-    last, ours = inner_first[0], next((each for each in inner_first if "/hf_rocm_tune/" in each.filename), None)
-    called = f" (called by {_position(ours)})" if ours is not None and ours is not last else ""
-    waits = "the backward pass" if last.name == "_engine_run_backward" else ""
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main_first = sorted(sys._current_frames().items(), key=lambda thread: thread[0] != main)
+    pages = []
+    for number, frame in main_first:
+        if number != threading.get_ident():
+            lines = "".join(traceback.format_stack(frame))
+            pages.append(f"{names.get(number, number)} (most recent call last):\n{lines}")
+
+    inner_first = traceback.extract_stack(main_first[0][1])[::-1]
+    last = inner_first[0]
+    ours = next((frame for frame in inner_first if "/hf_rocm_tune/" in frame.filename), None)
+    called = ""
+    if ours is not None and ours is not last:
+        called = f" (called by {_position(ours)})"
+    waits = ""
+    if last.name == "_engine_run_backward":
+        waits = "the backward pass"
     if "torch/distributed/" in last.filename:
-        waits = next(each.name for each in inner_first if each.name != "wrapper") + called
-    return {"text": text, "waits": waits, "at": f"{_position(last)}{called}"}
+        waits = next(frame.name for frame in inner_first if frame.name != "wrapper") + called
+    return {"text": "\n".join(pages), "waits": waits, "at": f"{_position(last)}{called}"}
 
 
 def _position(frame: traceback.FrameSummary) -> str:
@@ -252,12 +295,16 @@ def explain(answers: Mapping[Rank, Mapping[str, str]]) -> str:
     if len(answers) == 1:
         ((alone, answer),) = answers.items()
         return f"the process (pid {alone.pid}) {_what(alone, answer)}"
-    waiting = {each: answers[each]["waits"] for each in sorted(answers) if answers[each].get("waits")}
-    causes = [f"{each.name} {_what(each, answers[each])}" for each in sorted(answers) if each not in waiting]
+    causes, waiting = [], []
+    for rank, answer in sorted(answers.items()):
+        if answer.get("waits"):
+            waiting.append((rank, answer["waits"]))
+        else:
+            causes.append(f"{rank.name} {_what(rank, answer)}")
     if not causes:
         causes = ["all wait, in different collectives, for another machine, or their connection does not deliver"]
     how = "waits for it in" if len(waiting) == len(answers) - 1 else "waits in"
-    return "; ".join([*causes, *(f"{each.name} {how} {where}" for each, where in waiting.items())])
+    return "; ".join([*causes, *(f"{rank.name} {how} {collective}" for rank, collective in waiting)])
 
 
 def _what(rank: Rank, answer: Mapping[str, str]) -> str:

@@ -32,6 +32,7 @@ from hf_rocm_tune.version import __version__
 PAGE_NAME = "report.html"
 _MOST_ROWS = 500
 _MOST_STEPS = 150  # whose values are shown under the pointer
+_MOST_DOTS = 40  # a longer curve is a line without them
 _GENERATOR = b'<meta name="generator" content="hf-rocm-tune">'  # as in the template
 
 
@@ -63,9 +64,14 @@ def main(argv: Sequence[str]) -> int:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"{target} cannot be written: {why}; name another file with --out") from error
     for run in runs:
-        before, verdict = "" if alone else f"{run.directory.name}: ", run.verdict
-        for line in (f"{verdict.level}: {verdict.headline}", *verdict.notes, *(f"missing: {m}" for m in run.missing)):
-            say(before + line)
+        label = ""
+        if not alone:
+            label = f"{run.directory.name}: "
+        say(f"{label}{run.verdict.level}: {run.verdict.headline}")
+        for note in run.verdict.notes:
+            say(label + note)
+        for what in run.missing:
+            say(f"{label}missing: {what}")
     print(target)
     return 0
 
@@ -88,22 +94,21 @@ def build(runs: Mapping[str, Run]) -> str:
     """The page of one run, or of several by name."""
     name, run = next(iter(runs.items()))
     alone = len(runs) == 1
-    samples: dict[str, list[tuple[str, str]]] = {}
-    for row in run.rows:
-        for each in items(row, "samples"):
-            samples.setdefault(text(each, "prompt"), []).append((plain(row.get("step", "")), text(each, "text")))
-    when = f"{'finished' if run.finished else 'checkpoint of'} {run.written[:16].replace('T', ' ')} UTC"
-    about = [name, text(run.trained, "method"), when if run.written else "", text(run.report, "device", "name")]
+    title = " and ".join(runs)
+    about = ""
+    if alone:
+        title = _title(run) or name
+        about = _about(name, run)
     page = render(
         "page.html.j2",
         html=True,
         most=_MOST_ROWS,
         version=__version__,
         levels={level: word.capitalize() for level, word in LEVELS.items()},
-        verdicts={each: one.verdict for each, one in runs.items()},
+        verdicts={label: shown.verdict for label, shown in runs.items()},
         drawn=[_drawing(panel) for panel in panels(runs)],
-        title=(_title(run) or name) if alone else " and ".join(runs),
-        about=" · ".join(filter(None, about)) if alone else "",
+        title=title,
+        about=about,
         several=None if alone else list(runs),
         compared=_compared(runs),
         run=run,
@@ -112,46 +117,74 @@ def build(runs: Mapping[str, Run]) -> str:
         findings=[line for row in items(run.report, "data") for line in data_findings(row)],
         link_of=link_of,
         tiles=_tiles(run),
-        samples=list(samples.items()),
+        samples=list(_samples(run.rows).items()),
     )
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in page)
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in page)
 
 
 def _title(run: Run) -> str:
     """Base model and dataset; empty if unknown."""
-    base, data = (Path(text(run.settings, key)).name for key in ("model_name_or_path", "dataset_name"))
-    return f"{base} on {data}" if base and data else base
+    base = Path(text(run.settings, "model_name_or_path")).name
+    data = Path(text(run.settings, "dataset_name")).name
+    if base and data:
+        return f"{base} on {data}"
+    return base
+
+
+def _about(name: str, run: Run) -> str:
+    """The line below the title: the run's name, its method, when it was written, and the card."""
+    when = ""
+    if run.written:
+        state = "finished" if run.finished else "checkpoint of"
+        when = f"{state} {run.written[:16].replace('T', ' ')} UTC"
+    parts = (name, text(run.trained, "method"), when, text(run.report, "device", "name"))
+    return " · ".join(part for part in parts if part)
+
+
+def _samples(rows: Sequence[Row]) -> dict[str, list[tuple[str, str]]]:
+    """For each prompt its answers in the course of training: the step, and the text."""
+    answers: dict[str, list[tuple[str, str]]] = {}
+    for row in rows:
+        step = plain(row.get("step", ""))
+        for sample in items(row, "samples"):
+            answers.setdefault(text(sample, "prompt"), []).append((step, text(sample, "text")))
+    return answers
 
 
 def _tiles(run: Run) -> dict[str, str]:
     """The key figures."""
-    report, share = run.report, coverage(run.report)
-    wanted = f" of {run.max_steps:,}" if run.max_steps and run.max_steps != run.step else ""
-    peaks = [number(seen, "torch_peak_allocated_gib") for seen in items(report, "telemetry")]
-    tiles = {
-        "steps": "" if run.step is None else f"{run.step:,}{wanted}",
-        **dict(figures(run.rows)),
-        "peak memory, GiB": figure(max((peak for peak in peaks if peak is not None), default=None)),
-        "bytes verified": f"{share:g} %" if share is not None else "",
-        "mismatches": f"{mismatches(report):,}" if report else "",
-    }
+    tiles: dict[str, str] = {}
+    if run.step is not None:
+        tiles["steps"] = f"{run.step:,}"
+        if run.max_steps and run.max_steps != run.step:
+            tiles["steps"] += f" of {run.max_steps:,}"
+    tiles |= dict(figures(run.rows))
+    peaks = [number(device, "torch_peak_allocated_gib") for device in items(run.report, "telemetry")]
+    tiles["peak memory, GiB"] = figure(max((peak for peak in peaks if peak is not None), default=None))
+    share = coverage(run.report)
+    if share is not None:
+        tiles["bytes verified"] = f"{share:g} %"
+    if run.report:
+        tiles["mismatches"] = f"{mismatches(run.report):,}"
     return {name: value for name, value in tiles.items() if value}
 
 
 def _compared(runs: Mapping[str, Run]) -> dict[str, list[tuple[str, list[str]]]]:
-    """Figures, and the settings that are not the same in all runs, by name, a value for each run."""
-    figures = [_tiles(run) for run in runs.values()]
-    names = {"model": "model_name_or_path", "dataset": "dataset_name"}
-    settings = [
-        {name: plain(value) for name, value in shown_settings(run.settings).items()}
-        | {name: text(run.settings, key) for name, key in names.items()}
-        for run in runs.values()
-    ]
-    beside = [
-        [(name, [row.get(name, "") for row in rows]) for name in dict.fromkeys(n for row in rows for n in row)]
-        for rows in (figures, settings)
-    ]
-    return {"figures": beside[0], "settings": [row for row in beside[1] if len(set(row[1])) > 1]}
+    """Figures, and the settings that are not the same in all runs: a name, and a value for each run."""
+    settings = []
+    for run in runs.values():
+        chosen = {name: plain(value) for name, value in shown_settings(run.settings).items()}
+        chosen["model"] = text(run.settings, "model_name_or_path")
+        chosen["dataset"] = text(run.settings, "dataset_name")
+        settings.append(chosen)
+    differing = [(name, values) for name, values in _side_by_side(settings) if len(set(values)) > 1]
+    return {"figures": _side_by_side([_tiles(run) for run in runs.values()]), "settings": differing}
+
+
+def _side_by_side(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
+    """Each name that any column has, with the value in every column; empty where a column lacks it."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, [column.get(name, "") for column in columns]) for name in names]
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
@@ -189,21 +222,27 @@ class Panel:
 
 def panels(runs: Mapping[str, Run]) -> list[Panel]:
     """Every panel for which there is something to draw, the loss first; of several runs, one for each metric."""
-    found: list[Panel] = []
+    drawable: list[Panel] = []
     for title, unit, metrics in _PANELS:
-        if len(runs) == 1:
-            (run,) = runs.values()
-            pictures = {title: {label: line for key, label in metrics.items() if (line := _drawn(run.rows, key))}}
-        else:
-            pictures = {
-                f"{title}, {label}": {name: _drawn(run.rows, key) for name, run in runs.items()}
-                for key, label in metrics.items()
-            }
-        drawn = {each: curves for each, curves in pictures.items() if any(curves.values())}
-        found += [Panel(title=each, unit=unit, curves=curves) for each, curves in drawn.items()]
-    if len(runs) == 1 and found and found[0].title == "Loss":
-        found[0] = replace(found[0], marks=_incidents(run.report))
-    return found
+        for name, curves in _pictures(title, metrics, runs).items():
+            if any(curves.values()):
+                drawable.append(Panel(title=name, unit=unit, curves=curves))
+    if len(runs) == 1 and drawable and drawable[0].title == "Loss":
+        (run,) = runs.values()
+        drawable[0] = replace(drawable[0], marks=_incidents(run.report))
+    return drawable
+
+
+def _pictures(title: str, metrics: Mapping[str, str], runs: Mapping[str, Run]) -> dict[str, dict[str, Sequence[Point]]]:
+    """The curves of each picture: of one run all metrics of a panel in one, of several runs one for each metric."""
+    if len(runs) > 1:
+        return {
+            f"{title}, {label}": {name: _drawn(run.rows, key) for name, run in runs.items()}
+            for key, label in metrics.items()
+        }
+    (run,) = runs.values()
+    curves = {label: _drawn(run.rows, key) for key, label in metrics.items()}
+    return {title: {label: points for label, points in curves.items() if points}}
 
 
 def loss_panel(run: Run) -> Panel | None:
@@ -214,7 +253,8 @@ def loss_panel(run: Run) -> Panel | None:
 def _incidents(report: Mapping[str, Any]) -> dict[str, list[float]]:
     marks: dict[str, list[float]] = {}
     for row in items(report, "incidents"):
-        if (step := number(row, "step")) is not None:
+        step = number(row, "step")
+        if step is not None:
             ended = "recovered" if text(row, "outcome") == "recovered" else "not recovered"
             marks.setdefault(f"incident, {ended}", []).append(step)
     return marks
@@ -257,15 +297,20 @@ def _drawing(panel: Panel) -> dict[str, Any]:
     strips = []
     for step, (left, right) in zip(shown, edges, strict=True):
         words = [f"{label} {points[step]:.4g}" for label, points in known.items() if step in points]
-        told = textwrap.wrap(f"step {step:g}: {' · '.join(words)}", 58)
-        strips.append({"left": left, "width": round(right - left, 1), "at": across(step), "words": told})
-    lines: list[dict[str, Any]] = [
-        {"path": line(panel.curves[label]), "label": label, "last": list(points.values())[-1], "colour": at % 6}
-        | {"dots": [(across(step), up(value)) for step, value in points.items()] if len(points) <= 40 else []}
-        for at, (label, points) in enumerate(known.items())
-        if points
-    ]
-    newest = ", ".join(f"{each['label']} {each['last']:.4g}" for each in lines)
+        caption = textwrap.wrap(f"step {step:g}: {' · '.join(words)}", 58)
+        strips.append({"left": left, "width": round(right - left, 1), "at": across(step), "words": caption})
+    lines: list[dict[str, Any]] = []
+    newest = []
+    for place, (label, points) in enumerate(known.items()):
+        if not points:
+            continue
+        last = list(points.values())[-1]
+        newest.append(f"{label} {last:.4g}")
+        dots = []
+        if len(points) <= _MOST_DOTS:
+            dots = [(across(step), up(value)) for step, value in points.items()]
+        path = line(panel.curves[label])
+        lines.append({"path": path, "label": label, "last": last, "colour": place % 6, "dots": dots})
     return {
         "panel": panel,
         "size": (_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM),
@@ -274,7 +319,7 @@ def _drawing(panel: Panel) -> dict[str, Any]:
         "steps": [_step_label(across(step), f"{step:g}") for step in _ticks(first, final, 6) if step == int(step)],
         "marks": [(label, sorted({across(s) for s in at if first <= s <= final})) for label, at in panel.marks.items()],
         "strips": strips,
-        "in_words": f"{panel.title} ({panel.unit}) from step {first:g} to {steps[-1]:g}; newest: {newest}",
+        "in_words": f"{panel.title} ({panel.unit}) from step {first:g} to {steps[-1]:g}; newest: {', '.join(newest)}",
     }
 
 
@@ -314,7 +359,9 @@ def write_png(panel: Panel, path: Path) -> None:
         picture.subplots_adjust(left=0.14, right=0.97, bottom=0.12, top=0.92)  # a layout engine draws it twice
         axes = picture.subplots()
         for name, points in panel.curves.items():
-            axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) <= 40 else "", markersize=3)
+            axes.plot(
+                *zip(*points, strict=True), label=name, marker="o" if len(points) <= _MOST_DOTS else "", markersize=3
+            )
         axes.set(title=panel.title, xlabel="optimizer step", ylabel=panel.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", linewidth=0.5)

@@ -46,7 +46,7 @@ _UNREACHABLE = (OSError, HfHubHTTPError, HFValidationError)
 
 @dataclass
 class Findings:
-    """What was found, in lines."""
+    """What was findings, in lines."""
 
     right: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -69,27 +69,28 @@ def verify(name: str, *, base: str | None = None, revision: str | None = None, k
     Raises:
         UsageError: there is nothing that can be checked, or the key is none.
     """
-    directory, found = _directory(name, revision), Findings()
-    parts = [directory, *sorted(file.parent for file in directory.glob(f"*/{MANIFEST_NAME}"))]
-    written = {part: manifest.read(part) for part in parts}
-    top = written[directory]
+    findings = Findings()
+    directory = _directory(name, revision)
+    checkpoints = sorted(file.parent for file in directory.glob(f"*/{MANIFEST_NAME}"))
+    manifests = {part: manifest.read(part) for part in (directory, *checkpoints)}
+    top = manifests[directory]
     if isinstance(top, FileProblem) and top.kind == "missing":
         raise UsageError(
             f"{name} has no {MANIFEST_NAME}, so nothing says what it should hold: give a result of hf-rocm-tune, or "
             "one of its checkpoints (checkpoint-N)"
         )
-    for part, said in written.items():
+    for part, written in manifests.items():
         label = name if part == directory else f"{name}, {part.name}"
-        if isinstance(said, FileProblem):
-            found.wrong.append(f"{label}: {said}")
+        if isinstance(written, FileProblem):
+            findings.wrong.append(f"{label}: {written}")
         else:
-            _check_files(label, part, said, found)
-            _check_gguf(part, directory, found)
+            _check_files(label, part, written, findings)
+            _check_gguf(part, directory, findings)
     if isinstance(top, Manifest):
-        _check_base(directory, top, base, found)
-        _tell_of_run(directory, top, found)
-    _check_signature(name, directory, key, found)
-    return found
+        _check_base(directory, top, base, findings)
+        _report_run(directory, top, findings)
+    _check_signature(name, directory, key, findings)
+    return findings
 
 
 def _directory(name: str, revision: str | None) -> Path:
@@ -110,57 +111,62 @@ def _directory(name: str, revision: str | None) -> Path:
 # ---- the result ------------------------------------------------------------------------------------------------------
 
 
-def _check_files(label: str, directory: Path, written: Manifest, found: Findings) -> None:
+def _check_files(label: str, directory: Path, written: Manifest, findings: Findings) -> None:
     """Every file that a manifest lists, and files that programs load and it does not list."""
     right = 0
     in_cache = hub_id_of(str(directory.resolve())) is not None
     for name, entry in written.files.items():
         problems = manifest.compare(directory, {name: entry})
-        right += not problems
+        if not problems:
+            right += 1
         for problem in problems:
             if name == README_NAME:
-                found.unknown.append(f"{label}: {problem}; a card may be edited, and no program loads it")
+                findings.unknown.append(f"{label}: {problem}; a card may be edited, and no program loads it")
             elif problem.kind == "missing" and in_cache and constants.HF_HUB_OFFLINE:
-                found.unknown.append(f"{label}: {name} is not in the Hub's cache")
+                findings.unknown.append(f"{label}: {name} is not in the Hub's cache")
             else:
-                found.wrong.append(f"{label}: {problem}{_changed_tensors(directory, name, written)}")
+                findings.wrong.append(f"{label}: {problem}{_changed_tensors(directory, name, written)}")
     weights = [path.name for path in directory.iterdir() if _LOADED.fullmatch(path.name)]
     for name in sorted({*weights, *base_files.names_beside(directory)} - written.files.keys()):
-        found.wrong.append(f"{label}: {name} is not in its {MANIFEST_NAME}: another program wrote it")
+        findings.wrong.append(f"{label}: {name} is not in its {MANIFEST_NAME}: another program wrote it")
     state = "the result" if written.status == "final" else "a checkpoint"
     when = f"{state} of run {written.run_id} after {written.step} steps, {written.created}"
-    found.right.append(f"{label}: {right} of {len(written.files)} files ({when})")
+    findings.right.append(f"{label}: {right} of {len(written.files)} files ({when})")
 
 
 def _changed_tensors(directory: Path, name: str, written: Manifest) -> str:
     """Which tensors of a changed file differ from what was written; empty where that cannot be told."""
-    wanted = {
-        label.partition(":")[2]: value for label, value in written.tensors.items() if label.startswith(f"{name}:")
+    before = {
+        label.partition(":")[2]: digest for label, digest in written.tensors.items() if label.startswith(f"{name}:")
     }
-    if not wanted or not name.endswith(".safetensors"):
+    if not before or not name.endswith(".safetensors"):
         return ""
     try:
-        there = {each: one.digest.hex() for each, one in sums(file_in(directory, name)).tensors.items()}
+        content = sums(file_in(directory, name))
     except (OSError, ValueError):
         return ""
-    changed = [each for each in sorted(wanted.keys() | there.keys()) if wanted.get(each) != there.get(each)]
-    return f": {listed(changed)} {'differs' if len(changed) == 1 else 'differ'}" if changed else ": its header differs"
+    now = {tensor: checksum.digest.hex() for tensor, checksum in content.tensors.items()}
+    changed = [tensor for tensor in sorted(before.keys() | now.keys()) if before.get(tensor) != now.get(tensor)]
+    if not changed:
+        return ": its header differs"
+    verb = "differs" if len(changed) == 1 else "differ"
+    return f": {listed(changed)} {verb}"
 
 
-def _check_gguf(part: Path, model: Path, found: Findings) -> None:
+def _check_gguf(part: Path, model: Path, findings: Findings) -> None:
     """A GGUF file says the same as the model in the directory above, beside its weights."""
     files = sorted(part.glob("*.gguf"))
     if not files or not (model / "config.json").is_file():
         return
     if importlib.util.find_spec("gguf") is None:
-        found.unknown.append(f"{files[0].name}: whether it says what the model says (`pip install gguf`)")
+        findings.unknown.append(f"{files[0].name}: whether it says what the model says (`pip install gguf`)")
         return
     from hf_rocm_tune.publish import export, readback
 
     try:
         converted = readback.model_in(model)
     except UsageError as error:
-        found.unknown.append(f"{files[0].name}: whether it says what the model says: {error}")
+        findings.unknown.append(f"{files[0].name}: whether it says what the model says: {error}")
         return
     for file in files:
         try:
@@ -168,45 +174,47 @@ def _check_gguf(part: Path, model: Path, found: Findings) -> None:
             wrong = readback.differences(fields, converted, tensors)
         except (*FOREIGN_ERRORS, OSError) as error:
             wrong = [f"it cannot be read ({first_line(error)})"]
-        found.wrong += [f"{file.name} differs from the model: {line}" for line in wrong]
+        findings.wrong += [f"{file.name} differs from the model: {line}" for line in wrong]
         if not wrong:
-            found.right.append(f"{file.name}: vocabulary, special tokens, template and settings are the model's")
+            findings.right.append(f"{file.name}: vocabulary, special tokens, template and settings are the model's")
 
 
 # ---- the base --------------------------------------------------------------------------------------------------------
 
 
-def _check_base(directory: Path, written: Manifest, given: str | None, found: Findings) -> None:
+def _check_base(directory: Path, written: Manifest, given: str | None, findings: Findings) -> None:
     merged = mapping(written.extra, "merged")
     try:
         recorded = base_files.read(written.extra.get("base_files") or merged.get("base_files"))
     except ValueError as error:
-        found.wrong.append(f"{MANIFEST_NAME}: {error}")
+        findings.wrong.append(f"{MANIFEST_NAME}: {error}")
         return
     if recorded is None:
-        found.unknown.append("the base: its files are not recorded (an earlier version wrote this, or a user's script)")
+        findings.unknown.append(
+            "the base: its files are not recorded (an earlier version wrote this, or a user's script)"
+        )
         return
     config = read_json(directory / CONFIG_FILE)
     named = given or text(config, "base_model_name_or_path") or (recorded.name if "/" in recorded.name else "")
     revision = None if given else text(config, "revision") or None
     if not named:
-        found.unknown.append(f"the base {recorded.name}: where it is; name a directory or a Hub id with --base")
+        findings.unknown.append(f"the base {recorded.name}: where it is; name a directory or a Hub id with --base")
         return
     local = expand_user(named) if os.path.isdir(expand_user(named)) else above(directory, named)
     if local is not None:
-        _compare_directory(f"the base {named}", local, recorded, found, whole=recorded.commit is None)
+        _compare_directory(f"the base {named}", local, recorded, findings, whole=recorded.commit is None)
     elif not constants.HF_HUB_OFFLINE:
-        _compare_with_hub(named, revision, recorded, found)
+        _compare_with_hub(named, revision, recorded, findings)
     elif (cached := hub_snapshot(named, revision)) is not None:
-        _compare_directory(f"the base {named} in the Hub's cache", cached, recorded, found, whole=False)
+        _compare_directory(f"the base {named} in the Hub's cache", cached, recorded, findings, whole=False)
     else:
-        found.unknown.append(
+        findings.unknown.append(
             f"the base {named}: it is not in the Hub's cache, and the Hub is not asked (HF_HUB_OFFLINE); a directory "
             "can be named with --base"
         )
 
 
-def _compare_directory(label: str, directory: Path, recorded: BaseRecord, found: Findings, *, whole: bool) -> None:
+def _compare_directory(label: str, directory: Path, recorded: BaseRecord, findings: Findings, *, whole: bool) -> None:
     """Files on this disk; ``whole``: the run saw all files that there were."""
     right = 0
     for name, wanted in recorded.files.items():
@@ -214,20 +222,22 @@ def _compare_directory(label: str, directory: Path, recorded: BaseRecord, found:
             path = directory / name  # checked when it was read; a user's own base may have links
             said = base_files.difference(wanted, path) if path.is_file() else "it is missing"
         except LookupError as error:
-            found.unknown.append(f"{label}: {name}: {error.args[0]}")
+            findings.unknown.append(f"{label}: {name}: {error.args[0]}")
             continue
         except OSError as error:
             said = str(error)
-        right += said is None
-        if said is not None:
-            found.wrong.append(f"{label} is not what was trained on: {name}: {said}")
-    for name in base_files.names_beside(directory) if whole else ():
-        if (directory / name).is_file() and name not in recorded.files:
-            found.wrong.append(f"{label} is not what was trained on: {name} was not there")
-    found.right.append(f"{label}: {right} of {len(recorded.files)} files are those that were trained on")
+        if said is None:
+            right += 1
+        else:
+            findings.wrong.append(f"{label} is not what was trained on: {name}: {said}")
+    if whole:
+        for name in base_files.names_beside(directory):
+            if (directory / name).is_file() and name not in recorded.files:
+                findings.wrong.append(f"{label} is not what was trained on: {name} was not there")
+    findings.right.append(f"{label}: {right} of {len(recorded.files)} files are those that were trained on")
 
 
-def _compare_with_hub(name: str, revision: str | None, recorded: BaseRecord, found: Findings) -> None:
+def _compare_with_hub(name: str, revision: str | None, recorded: BaseRecord, findings: Findings) -> None:
     """The hashes that the Hub states of large files; small ones are downloaded."""
     label = f"the base {name} on the Hub"
     try:
@@ -239,18 +249,22 @@ def _compare_with_hub(name: str, revision: str | None, recorded: BaseRecord, fou
             for file, wanted in recorded.files.items()
         }
     except _UNREACHABLE as error:
-        found.unknown.append(f"{label}: it cannot be asked ({first_line(error)})")
+        findings.unknown.append(f"{label}: it cannot be asked ({first_line(error)})")
         return
     wrong = {file: line for file, line in said.items() if line}
-    at = f" {str(info.sha)[:10]}" + (f" (recorded: {recorded.commit[:10]})" if recorded.commit else "")
-    pinned = f"; load the base with revision={recorded.commit}" if recorded.commit not in (None, info.sha) else ""
+    at = f" {str(info.sha)[:10]}"
+    if recorded.commit:
+        at += f" (recorded: {recorded.commit[:10]})"
+    pinned = ""
+    if recorded.commit not in (None, info.sha):
+        pinned = f"; load the base with revision={recorded.commit}"
     for file, line in wrong.items():
         if line.startswith("?"):
-            found.unknown.append(f"{label}: {file}: {line[1:]}")
+            findings.unknown.append(f"{label}: {file}: {line[1:]}")
         else:
-            found.wrong.append(f"{label},{at}, is not what was trained on: {file}: {line}{pinned}")
+            findings.wrong.append(f"{label},{at}, is not what was trained on: {file}: {line}{pinned}")
     right = len(said) - len(wrong)
-    found.right.append(f"{label},{at}: {right} of {len(said)} files are those that were trained on")
+    findings.right.append(f"{label},{at}: {right} of {len(said)} files are those that were trained on")
 
 
 def _difference_on_hub(name: str, commit: str, there: RepoFile | None, wanted: BaseFile) -> str:
@@ -264,41 +278,51 @@ def _difference_on_hub(name: str, commit: str, there: RepoFile | None, wanted: B
         return base_files.difference(wanted, file) or ""
     if wanted.sha256 is None:
         return "?its SHA-256 was not on record; download it, and name the directory with --base"
-    return "" if str(there.lfs.sha256) == wanted.sha256 else "its SHA-256 is not the recorded one"
+    if str(there.lfs.sha256) != wanted.sha256:
+        return "its SHA-256 is not the recorded one"
+    return ""
 
 
 # ---- what else is known ----------------------------------------------------------------------------------------------
 
 
-def _tell_of_run(directory: Path, written: Manifest, found: Findings) -> None:
+def _report_run(directory: Path, written: Manifest, findings: Findings) -> None:
     """What was verified while it was made."""
     merged = mapping(written.extra, "merged")
     if merged:
         what = f"merged in float32 from an adapter ({text(merged, 'method')}) into {text(merged, 'base')}"
-        found.right.append(f"{what}; adapter's SHA-256 {text(merged, 'adapter_sha256')}")
+        findings.right.append(f"{what}; adapter's SHA-256 {text(merged, 'adapter_sha256')}")
         return
-    reports = [read_json(place / REPORT_NAME) for place in (directory, directory.parent)]  # of a checkpoint's run
-    report: Mapping[str, Any] = next((one for one in reports if text(one, "run_id") == written.run_id), {})
+    report: Mapping[str, Any] = {}
+    for folder in (directory, directory.parent):  # of a checkpoint it is in the run's directory
+        candidate = read_json(folder / REPORT_NAME)
+        if text(candidate, "run_id") == written.run_id:
+            report = candidate
+            break
     verdict = judge(report, finished=written.status == "final")
-    lines = {"bad": found.wrong, "unknown": found.unknown}.get(verdict.level, found.right)
+    lines = {"bad": findings.wrong, "unknown": findings.unknown}.get(verdict.level, findings.right)
     lines.append(f"in the run: {verdict.headline}")
-    for title, much, wrong, recovered in counted(report):
-        sent = f", {wrong} wrong" + (f" ({recovered} recovered)" if recovered else "") if wrong != "0" else ""
-        found.right.append(f"in the run: {title}: {much}{sent}")
-    found.unknown += [f"in the run: {note}" for note in verdict.notes]
+    for title, amount, wrong, recovered in counted(report):
+        line = f"in the run: {title}: {amount}"
+        if wrong != "0":
+            line += f", {wrong} wrong"
+            if recovered:
+                line += f" ({recovered} recovered)"
+        findings.right.append(line)
+    findings.unknown += [f"in the run: {note}" for note in verdict.notes]
 
 
-def _check_signature(name: str, directory: Path, key: Path | None, found: Findings) -> None:
+def _check_signature(name: str, directory: Path, key: Path | None, findings: Findings) -> None:
     if key is not None:
         problem = signing.problem_of(directory, key)
         if problem is None:
-            found.right.append(f"{name}: signed with the key of {key.name}, every file of it")
+            findings.right.append(f"{name}: signed with the key of {key.name}, every file of it")
         else:
-            found.wrong.append(f"{name}: {problem}")
+            findings.wrong.append(f"{name}: {problem}")
     elif (directory / signing.SIGNATURE_NAME).is_file():
-        found.unknown.append(f"{name}: who signed it; give the public key with --key")
+        findings.unknown.append(f"{name}: who signed it; give the public key with --key")
     else:
-        found.unknown.append(f"{name}: who wrote it: it is not signed, and a manifest can be written by anybody")
+        findings.unknown.append(f"{name}: who wrote it: it is not signed, and a manifest can be written by anybody")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -317,11 +341,13 @@ def main(argv: Sequence[str]) -> int:
     add("--revision", help="branch, tag or commit of a Hub id")
     add("--key", type=Path, metavar="FILE", help="public key (PEM) with which it must be signed")
     wanted = parser.parse_args(list(argv))
-    found = verify(wanted.result, base=wanted.base, revision=wanted.revision, key=wanted.key)
-    for line in found.lines():
+    findings = verify(wanted.result, base=wanted.base, revision=wanted.revision, key=wanted.key)
+    for line in findings.lines():
         print_line(visible(line))
-    if found.wrong:
-        more = f" and {len(found.wrong) - 1} more" if len(found.wrong) > 1 else ""
-        raise CorruptionError(f"{found.wrong[0]}{more}. Do not use it: get it again from who made it")
+    if findings.wrong:
+        more = ""
+        if len(findings.wrong) > 1:
+            more = f" and {len(findings.wrong) - 1} more"
+        raise CorruptionError(f"{findings.wrong[0]}{more}. Do not use it: get it again from who made it")
     print_line(f"{wanted.result}: nothing differs from what was recorded")
     return 0
