@@ -41,11 +41,13 @@ from hf_rocm_tune.train.arithmetic.layer_copy import EightBit, LayerCopy
 from hf_rocm_tune.train.arithmetic.rounding import (
     WIDE,
     Chosen,
+    Key,
     LayerDifference,
     OnHost,
     Rounding,
     compare,
     worst_choice,
+    worst_side,
 )
 from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
 from hf_rocm_tune.transfer import host_copy, map_tensors, tree_tensors
@@ -76,10 +78,14 @@ class LayerCall:
 
 @dataclass(kw_only=True)
 class Passed:
-    """What one pass through a layer gave: the output and the gradients by name, and what was chosen or scored."""
+    """What one pass through a layer gave: the output and the gradients by name, and what it chose.
+
+    On the device ``chosen`` and ``sides`` are as of `Chosen`, on the host the ``scores`` and ``above`` of `OnHost`.
+    """
 
     tensors: dict[str, Tensor]
     chosen: list[Tensor] = field(default_factory=list)
+    sides: dict[Key, list[Tensor]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -172,8 +178,6 @@ class HostLayers:
         logger.info("%s", text)
 
     def _begin(self, call: LayerCall) -> LayerTask:
-        if any(isinstance(module, nn.ReLU) for module in call.layer.modules()):  # OPT was accused wrongly
-            raise ValueError("the derivative of ReLU jumps, so that rounding has no bound of first order")
         copied = LayerCopy(call.layer, self._weights.verified_copy, self._autocast())
         if _MEMORY * copied.nbytes > psutil.virtual_memory().available:
             raise ValueError(f"it takes {copied.nbytes / 2**30:.1f} GiB of host memory, which is not free")
@@ -208,6 +212,7 @@ class HostLayers:
         return Passed(
             tensors={name: host_copy(each) for name, each in tensors.items()},
             chosen=[host_copy(each) for each in chosen.indices],
+            sides={key: [host_copy(each) for each in sides] for key, sides in chosen.sides.items()},
         )
 
     def _autocast(self) -> torch.dtype | None:
@@ -446,7 +451,7 @@ def _on_host(task: LayerTask, host_call: Any) -> None:
     arguments, keywords = map_tensors(host_call, lambda each: each.float() if each.is_floating_point() else each)
     call = LayerCall(name="", layer=layer, arguments=arguments, keywords=keywords, hidden=task.call.hidden)
     for number in range(1 + _ROUNDED):
-        host = OnHost(task.found.chosen)
+        host = OnHost(task.found.chosen, task.found.sides)
         with ExitStack() as stack:
             stack.enter_context(host)
             if number:
@@ -458,7 +463,8 @@ def _on_host(task: LayerTask, host_call: Any) -> None:
                         module.rounding = rounding
                 stack.enter_context(rounding)
             tensors = _through(layer, call, task.gradient)
-        task.on_host.append(Passed(tensors=tensors, chosen=host.scores))
+        host.require_matched()
+        task.on_host.append(Passed(tensors=tensors, chosen=host.scores, sides=host.above))
     task.seconds = time.thread_time() - begun
 
 
@@ -474,6 +480,10 @@ def _differences(task: LayerTask) -> list[LayerDifference]:
     for number, chosen in enumerate(task.found.chosen):
         if chosen.dim() and first.chosen[number].shape[:-1] == chosen.shape[:-1]:
             found.append(worst_choice(chosen, first.chosen[number], [each.chosen[number] for each in rounded]))
+    for key, above in first.sides.items():
+        for number, wanted in enumerate(above):
+            by_chance = [each.sides[key][number] for each in rounded]
+            found.append(worst_side(key[0], task.found.sides[key][number], wanted, by_chance))
     return found
 
 

@@ -10,7 +10,8 @@ Parker 1997); for softmax, norms and gates no formula gives it. `compare` takes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,24 +81,111 @@ class Rounding(TorchDispatchMode):
         made.add_(self.uniform(made, size).mul_(lengths).mul_(torch.linalg.vector_norm(b, dim=-2, keepdim=True)))
 
 
-class OnHost(TorchFunctionMode):
-    """Within the block attention is computed by plain products, and experts are chosen as they were on the device.
+# ---- what a layer chooses ---------------------------------------------------------------------------------------
 
-    ``chosen``: what each `topk` chose there, in order, int64 on the host.
+Key = tuple[str, tuple[int, ...]]
+"""Name and shape of a choice by limits; those of one key are in order."""
+
+
+def _bounds(_: Tensor, min: Any = None, max: Any = None) -> list[Any]:  # noqa: A002 - torch's names
+    return [each for each in (min, max) if each is not None]
+
+
+def _hard_bounds(_: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> list[float]:
+    del inplace
+    return [min_val, max_val]
+
+
+def _at(*limits: float) -> Callable[..., list[Any]]:
+    return lambda *_, **__: list(limits)
+
+
+_JUMPS: dict[str, Callable[..., list[Any]]] = {
+    "relu": _at(0.0),
+    "leaky_relu": _at(0.0),
+    "threshold": lambda _, threshold, *__, **___: [threshold],
+    "relu6": _at(0.0, 6.0),
+    "hardtanh": _hard_bounds,
+    "hardsigmoid": _at(-3.0, 3.0),
+    "hardswish": _at(-3.0, 3.0),
+}
+"""The limits at which a function's derivative jumps, given its arguments."""
+_LIMITS: dict[str, Callable[..., list[Any]]] = {
+    **_JUMPS,
+    "abs": _at(0.0),
+    "clamp": _bounds,
+    "clip": _bounds,
+    "clamp_min": lambda _, min: [min],  # noqa: A006
+    "clamp_max": lambda _, max: [max],  # noqa: A006
+    **dict.fromkeys(("gt", "ge", "lt", "le"), lambda _, other: [other]),
+}
+_COMPARISONS = ("gt", "ge", "lt", "le")
+
+
+def _name_of(func: Any) -> str:
+    return str(getattr(func, "__name__", "")).strip("_")
+
+
+def _above_limits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """How far the numbers of a call lie above each of its function's limits; empty where it is not known."""
+    if name not in _LIMITS or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return []
+    x = args[0].detach()
+    found = []
+    for limit in _LIMITS[name](*args, **kwargs):
+        found.append(x - (limit.detach() if isinstance(limit, Tensor) else limit))
+    return found
+
+
+class Chosen(TorchFunctionMode):
+    """Within the block, on the device, what each `topk` chooses is kept, and on which side of a limit numbers lie.
+
+    Attributes:
+        indices: of each `topk`.
+        sides: bools, by function and shape: which numbers lie above a limit of `_LIMITS`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[Tensor] = []
+        self.sides: dict[Key, list[Tensor]] = defaultdict(list)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _name_of(func)
+        sides = [above > 0 for above in _above_limits(name, args, kwargs or {})]  # before what writes in place
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            self.indices.append(result.indices.detach())
+        if name in _COMPARISONS and sides:
+            sides = [result if name in ("gt", "ge") else ~result]
+        for side in sides:
+            self.sides[name, tuple(side.shape)].append(side)
+        return result
+
+
+class OnHost(TorchFunctionMode):
+    """Within the block attention is computed by plain products, and what is chosen is chosen as on the device.
+
+    So a number that rounding moves past a limit, as of ReLU, gives no other derivative here than there.
+    ``chosen``: what each `topk` chose there, in order, int64 on the host; ``sides``: as of `Chosen`, on the host.
 
     Attributes:
         scores: among what each `topk` chose here.
+        above: how far the numbers lie above the limits here; as ``sides``.
     """
 
-    def __init__(self, chosen: Sequence[Tensor]) -> None:
+    def __init__(self, chosen: Sequence[Tensor], sides: Mapping[Key, Sequence[Tensor]] | None = None) -> None:
         super().__init__()
-        self._chosen = list(chosen)
+        self._chosen, self._sides = list(chosen), sides or {}
         self.scores: list[Tensor] = []
+        self.above: dict[Key, list[Tensor]] = defaultdict(list)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == _ATTENTION:
             return plain_attention(*args, **kwargs)
+        if _name_of(func) in _LIMITS:
+            return self._limited(func, _name_of(func), args, kwargs)
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **kwargs)
         own = func(*args, **kwargs)
@@ -108,19 +196,49 @@ class OnHost(TorchFunctionMode):
         dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
         return torch.return_types.topk((args[0].gather(dim, chosen), chosen))
 
+    def _limited(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        sides = []
+        for above in _above_limits(name, args, kwargs):
+            key = (name, tuple(above.shape))
+            known = self._sides.get(key, ())
+            number = len(self.above[key])
+            if number >= len(known):
+                if name in _JUMPS:
+                    raise ValueError(f"the derivative of {name} jumps, and where is not known of the device")
+                return func(*args, **kwargs)
+            self.above[key].append(above)
+            sides.append((above, known[number]))
+        if name in _COMPARISONS and sides:
+            return sides[0][1] if name in ("gt", "ge") else ~sides[0][1]
+        moved = args[0]
+        for above, side in sides:
+            if above.shape == moved.shape:
+                moved = _BesideLimit.apply(moved, above, side)
+        writes = getattr(func, "__name__", "").endswith("_") or kwargs.get("inplace")
+        result = func(moved.clone() if writes else moved, *args[1:], **kwargs)
+        return args[0].copy_(result) if writes else result
 
-class Chosen(TorchFunctionMode):
-    """Within the block what each `topk` chooses is kept."""
+    def require_matched(self) -> None:
+        """Raises where the device has made more choices of a kind than the host."""
+        for key, above in self.above.items():
+            if len(above) != len(self._sides[key]):
+                raise ValueError(f"{key[0]} is called more often on the device than on the host")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.indices: list[Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.topk, Tensor.topk):
-            self.indices.append(result.indices.detach())
-        return result
+class _BesideLimit(torch.autograd.Function):
+    """Numbers on another side of a limit than ``side`` says are put beside it; their gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, above: Tensor, side: Tensor) -> Tensor:
+        del ctx
+        limit = x - above
+        little = limit.abs() * 1e-6 + 1e-26
+        return torch.where((above > 0) == side, x, torch.where(side, limit + little, limit - little))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        del ctx
+        return gradients[0], None, None
 
 
 def plain_attention(
@@ -208,3 +326,15 @@ def worst_choice(chosen: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> L
     twice = bool((chosen.sort(dim=-1).values.diff(dim=-1) == 0).any())
     ratio = math.inf if twice else lost / max(NORM * noise, torch.finfo(torch.float32).tiny)
     return LayerDifference("the choice of experts", norm=ratio)
+
+
+def worst_side(name: str, side: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> LayerDifference:
+    """How far beyond a limit numbers lie on the host which the device had on the other side of it.
+
+    ``side``: whether a number lay above the limit on the device; ``wanted``, ``rounded``: how far above on the host.
+    """
+    noise = max(float((each - wanted).abs().max()) for each in rounded)
+    elsewhere = (side != (wanted > 0)) & wanted.isfinite()
+    lost = float(torch.where(elsewhere, wanted.abs(), 0.0).max())
+    ratio = lost / max(NORM * noise, torch.finfo(torch.float32).tiny)
+    return LayerDifference(f"the side of a limit of {name}", norm=ratio)
