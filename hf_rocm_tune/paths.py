@@ -35,6 +35,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_rocm_tune" / "native"
 
 
+def kept_file(name: str) -> Path:
+    """A file of what is known from start to start, in ``HF_HOME`` (default ``~/.cache/huggingface``)."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return Path(os.path.expanduser(home)) / "hf_rocm_tune" / name
+
+
 def can_be_file(path: Path) -> bool:
     """Whether a file can be written there: in a directory that exists, no directory itself, its name not too long."""
     try:

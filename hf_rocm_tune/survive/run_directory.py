@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from hf_rocm_tune.errors import UsageError, listed
 from hf_rocm_tune.foreign import check_printable, read_object
+from hf_rocm_tune.paths import kept_file
 from hf_rocm_tune.redaction import redact_json, without_secrets
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import clean_leftovers, delete_directory, write_text_atomic
@@ -170,8 +171,7 @@ class _FileDigests:
     """SHA-256 of large files, kept from start to start by size, inode and times of change."""
 
     def __init__(self) -> None:
-        home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-        self._path = Path(os.path.expanduser(home)) / "hf_rocm_tune" / "contents.json"
+        self._path = kept_file("contents.json")
         self._rows: dict[str, Any] = {}
         self._is_changed = False
         with suppress(OSError, ValueError):

@@ -4,7 +4,8 @@ What is no product with a frozen weight has no checksum, but the same kernels gi
 after a start, and after every `EVERY` micro-batches, the first one of a step is computed once before its real turn, and
 loss and gradients of both are compared by digest; where they differ, the step is computed again until two results
 agree. If none of `_RUNS` agree but all lie close together, the kernels are not deterministic: from then on loss, norms
-and sums are compared within a bound. Several ranks all compute one rank's micro-batch. In the first step, and whenever
+and sums are compared within a bound, unless this training has given equal bits on this machine before (`KnownEqual`).
+Several ranks all compute one rank's micro-batch. In the first step, and whenever
 a longer batch comes, rows of each ``scaled_dot_product_attention`` are computed again in float32, with the run's masks.
 
 Not found: a fault that one card repeats each time; attention's backward, unless it differs from run to run; attention
@@ -14,13 +15,15 @@ micro-batches are split.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
 import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +35,18 @@ from transformers import set_seed
 
 from hf_rocm_tune.cards.strategy import Stock
 from hf_rocm_tune.errors import CorruptionError, device_shortage
+from hf_rocm_tune.foreign import read_object
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.trainer_parts import OwningTrainer
+from hf_rocm_tune.paths import kept_file
+from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.train.arithmetic.attention import attention_error
+from hf_rocm_tune.train.arithmetic.bounds import roundoff
 from hf_rocm_tune.train.arithmetic.checks import FIRST_STEPS, ArithmeticChecks
 from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
 from hf_rocm_tune.train.oom import StepWindow, local_gathers
+from hf_rocm_tune.train.report import versions
 from hf_rocm_tune.train.sentinels import is_foreign
 from hf_rocm_tune.transfer import QueuedDigests
 
@@ -46,8 +54,10 @@ logger = logging.getLogger(__name__)
 
 EVERY = 400
 """Micro-batches between two replays."""
-_MARGIN, _AT_LEAST, _AT_MOST = 8.0, 1e-6, 0.01  # of what kernels that are not deterministic may differ
+_MARGIN, _AT_LEAST = 8.0, 1e-6  # of what kernels that are not deterministic may differ
+_AT_MOST, _ROUNDINGS = (1e-4, 0.01), 8.0  # the latter: unit roundoffs of the coarsest dtype
 _RUNS = 4
+_KNOWN = 1000  # trainings that are remembered
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,8 @@ class Replays:
         self._due = self._awaited = self._wrong = False
         self._attempts = 0
         self._seen: list[Figures] = []  # of the micro-batch that is replayed in this step
+        self._known: KnownEqual | None = None
+        self._at_most = _AT_MOST[1]
         self.deterministic: bool | None = None
         self.bound = 0.0
         self.failure = ""
@@ -103,6 +115,13 @@ class Replays:
         self.refusal = holding[0] if holding else None
         self._on &= not args.torch_compile  # what is compiled calls no attention function
         self._every = max(1, EVERY // args.gradient_accumulation_steps)
+        lowest, highest = _AT_MOST
+        self._at_most = min(highest, max(lowest, _ROUNDINGS * roundoff(_coarsest_dtype(trainer))))
+        is_card = trainer.mover.device.type != "cpu"
+        if self._on and self.refusal is None and is_card and args.world_size == 1:  # ranks might know other things
+            self._known = KnownEqual(trainer)
+            if self.deterministic is None and self._known.is_known():
+                self.deterministic = True
 
     def begin_step(self, step: int) -> None:
         self._begun += 1
@@ -151,6 +170,8 @@ class Replays:
         """Two runs gave the same: the kernels are deterministic, unless it is known that they are not."""
         if self.deterministic is None:
             self.deterministic = True
+            if self._known is not None:
+                self._known.remember()
 
     # ---- one process: the real turn is compared -----------------------------------------------------------------
 
@@ -180,7 +201,7 @@ class Replays:
             for one, other in itertools.permutations(row, 2):
                 spread = max(spread, one.distance(other))
         # Neither a CPU nor a card that has given the same bits twice gives others without a fault.
-        if spread > _AT_MOST or self.deterministic or self._trainer.mover.device.type == "cpu":
+        if spread > self._at_most or self.deterministic or self._trainer.mover.device.type == "cpu":
             return False
         self.deterministic, self.bound = False, max(_AT_LEAST, self.bound, _MARGIN * spread)
         logger.warning(
@@ -316,6 +337,52 @@ class Replays:
         text = f"{worst:.3g} times what rounding explains: give --attn_implementation eager, or a smaller --max_length"
         self._tell(what, "repeatable", "stopped", text)
         return StepVerdict.END
+
+
+class KnownEqual:
+    """Which trainings have given the same bits twice on this machine: card, versions, model, shapes and dtypes."""
+
+    def __init__(self, trainer: OwningTrainer) -> None:
+        args, model = trainer.args, trainer.model
+        names = ("per_device_train_batch_size", "max_length", "packing", "gradient_checkpointing", "fp16", "bf16")
+        facts = [
+            torch.cuda.get_device_name(trainer.mover.device),
+            versions(),
+            getattr(getattr(model, "config", None), "to_json_string", str)(),
+            [getattr(args, name, None) for name in names],
+            [(name, list(each.shape), str(each.dtype)) for name, each in model.named_parameters()],
+        ]
+        self._name = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
+        self._path = kept_file("equal_replays.json")
+
+    def _names(self) -> list[str]:
+        with suppress(OSError, ValueError):
+            return [str(name) for name in read_object(self._path)["equal"]]
+        return []
+
+    def is_known(self) -> bool:
+        return self._name in self._names()
+
+    def remember(self) -> None:
+        """Without a writable home a later run begins as the first one."""
+        names = [*self._names(), self._name][-_KNOWN:]
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(self._path, json.dumps({"equal": names}))
+
+
+def _coarsest_dtype(trainer: OwningTrainer) -> torch.dtype:
+    """Of the weights, of 4-bit products, and autocast's."""
+    dtypes = {torch.float32}
+    if trainer.accelerator.mixed_precision in ("fp16", "bf16"):
+        dtypes.add(torch.float16 if trainer.accelerator.mixed_precision == "fp16" else torch.bfloat16)
+    for module in trainer.model.modules():
+        computed = getattr(module, "compute_dtype", None)
+        if isinstance(computed, torch.dtype):
+            dtypes.add(computed)
+        dtypes |= {each.dtype for each in module.parameters(recurse=False)}
+    known = [each for each in dtypes if each in (torch.float32, torch.float16, torch.bfloat16)]
+    return max(known, key=roundoff)
 
 
 def _steadiness(runs: list[list[Figures]]) -> str:

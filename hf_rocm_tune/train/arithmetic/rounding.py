@@ -87,7 +87,7 @@ Key = tuple[str, tuple[int, ...]]
 """Name and shape of a choice by limits; those of one key are in order."""
 
 
-def _bounds(_: Tensor, min: Any = None, max: Any = None) -> list[Any]:  # noqa: A002 - torch's names
+def _bounds(_: Tensor, min: Any = None, max: Any = None) -> list[Any]:
     return [each for each in (min, max) if each is not None]
 
 
@@ -115,8 +115,8 @@ _LIMITS: dict[str, Callable[..., list[Any]]] = {
     "abs": _at(0.0),
     "clamp": _bounds,
     "clip": _bounds,
-    "clamp_min": lambda _, min: [min],  # noqa: A006
-    "clamp_max": lambda _, max: [max],  # noqa: A006
+    "clamp_min": lambda _, min: [min],
+    "clamp_max": lambda _, max: [max],
     **dict.fromkeys(("gt", "ge", "lt", "le"), lambda _, other: [other]),
 }
 _COMPARISONS = ("gt", "ge", "lt", "le")
