@@ -42,13 +42,14 @@ SECTIONS: dict[str, Section] = {
     "replicas": Section("equal weights on all ranks", ("checks", "mismatches"), ("checks",)),
     "files": Section("files read back", ("verified", "mismatches"), ("verified",)),
     "arithmetic": Section(
-        "arithmetic: products with frozen weights, micro-batches computed twice, attention, layers on the host, "
+        "arithmetic: products with frozen weights, micro-batches computed twice, attention, choices of experts, "
+        "layers on the host, "
         "clipping, updates",
         (
-            *("products", "checked", "residuals", "cleared", "replays", "attention", "layers", "updates"),
+            *("products", "checked", "residuals", "cleared", "replays", "attention", "choices", "layers", "updates"),
             *("clipped", "norms", "disagreements", "recovered"),
         ),
-        ("checked", "replays", "attention", "layers", "updates", "clipped", "norms"),
+        ("checked", "replays", "attention", "choices", "layers", "updates", "clipped", "norms"),
         wrong="disagreements",
     ),
     "memory": Section("", ("shortages", "recovered", "cache_given_back", "libraries_bytes"), wrong=""),

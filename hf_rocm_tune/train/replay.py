@@ -6,7 +6,8 @@ loss and gradients of both are compared by digest; where they differ, the step i
 agree. If none of `_RUNS` agree but all lie close together, the kernels are not deterministic: from then on loss, norms
 and sums are compared within a bound, unless this training has given equal bits on this machine before (`KnownEqual`).
 Several ranks all compute one rank's micro-batch. In the first step, and whenever
-a longer batch comes, rows of each ``scaled_dot_product_attention`` are computed again in float32, with the run's masks.
+a longer batch comes, rows of each ``scaled_dot_product_attention`` are computed again in float32, with the run's masks,
+and each ``torch.topk`` is looked over: a router of experts has chosen the best.
 
 Not found: a fault that one card repeats each time; attention's backward, unless it differs from run to run; attention
 with dropout; other attention functions. Not replayed: what `Replays.prepare` lists, pipelines, and steps whose
@@ -41,7 +42,7 @@ from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.paths import kept_file
 from hf_rocm_tune.survive.atomic import write_text_atomic
-from hf_rocm_tune.train.arithmetic.attention import attention_error
+from hf_rocm_tune.train.arithmetic.attention import attention_error, wrong_choice
 from hf_rocm_tune.train.arithmetic.bounds import roundoff
 from hf_rocm_tune.train.arithmetic.checks import FIRST_STEPS, ArithmeticChecks
 from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
@@ -92,7 +93,7 @@ class Replays:
         self._begun = self._length = self._count = 0
         self._every = EVERY
         self._due = self._awaited = self._wrong = False
-        self._attempts = 0
+        self._attempts, self._was_wrong = 0, ""
         self._seen: list[Figures] = []  # of the micro-batch that is replayed in this step
         self._known: KnownEqual | None = None
         self._at_most = _AT_MOST[1]
@@ -299,7 +300,7 @@ class Replays:
             yield
             return
         self._length = max(self._length, length)
-        stock, thread = functional.scaled_dot_product_attention, threading.get_ident()
+        stock, stock_topk, thread = functional.scaled_dot_product_attention, torch.topk, threading.get_ident()
 
         def checked(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result: Tensor = stock(query, *args, **kwargs)
@@ -312,29 +313,43 @@ class Replays:
                         self._products.add_attention(worst)
             return result
 
-        functional.scaled_dot_product_attention = checked
+        def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, **kwargs: Any) -> Any:
+            result = stock_topk(input, k, dim, largest, **kwargs)
+            if threading.get_ident() == thread and input.is_floating_point():
+                with torch.no_grad():
+                    scores, (values, chosen) = input.detach(), result
+                    self._products.add_choice(wrong_choice(chosen, values.detach(), scores, dim, largest=largest))
+            return result
+
+        functional.scaled_dot_product_attention, torch.topk = checked, topk
         try:
             yield
         finally:
-            functional.scaled_dot_product_attention = stock
+            functional.scaled_dot_product_attention, torch.topk = stock, stock_topk
 
     def _attention_verdict(self, *, can_repeat: bool) -> StepVerdict:
-        numbers = self._products.attention
-        if not numbers:
+        attention, choices = self._products.attention, self._products.choices
+        if not attention and not choices:
             return StepVerdict.GO_ON
-        worst = max(numbers)
-        if any(math.isnan(number) for number in numbers):
-            worst = math.inf
-        self._trainer.transfer_report.count("arithmetic", attention=len(numbers))
-        what = f"attention over {self._length} tokens"
-        if worst <= 1.0:
+        self._trainer.transfer_report.count("arithmetic", attention=len(attention), choices=len(choices))
+        is_wrong = {
+            f"attention over {self._length} tokens": any(not number <= 1.0 for number in attention),  # NaN too
+            "topk (the choice of experts)": any(choices),
+        }
+        what = " and ".join(name for name, wrong in is_wrong.items() if wrong)
+        if not what:
             if self._attempts:
-                self._tell(what, "transient", "recovered", "it is right now")
+                self._tell(self._was_wrong, "transient", "recovered", "it is right now")
             return StepVerdict.GO_ON
-        self._attempts += 1
+        self._attempts, self._was_wrong = self._attempts + 1, what
         if can_repeat and self._attempts == 1:
             return StepVerdict.REPEAT
-        text = f"{worst:.3g} times what rounding explains: give --attn_implementation eager, or a smaller --max_length"
+        text = "something else than the best was chosen, each time: run hf-rocm-tune doctor --full"
+        if what.startswith("attention"):
+            worst = max((math.inf if math.isnan(number) else number) for number in attention)
+            text = (
+                f"{worst:.3g} times what rounding explains: give --attn_implementation eager, or a smaller --max_length"
+            )
         self._tell(what, "repeatable", "stopped", text)
         return StepVerdict.END
 

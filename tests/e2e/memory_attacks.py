@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.e2e import step_attacks
+
 
 class Tell:
     """An attack calls it when it has happened; one line more is in its log."""
@@ -565,4 +567,5 @@ ATTACKS: dict[str, Callable[..., None]] = {
     "streamed": _streamed,
     "miscounted batch": _miscounted_batch,
     "used batch": _used_batch,
+    **step_attacks.ATTACKS,
 }

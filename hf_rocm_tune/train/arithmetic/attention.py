@@ -1,4 +1,5 @@
-"""Rows of torch's ``scaled_dot_product_attention``, computed again in float32 by plain products, with the run's masks.
+"""Rows of torch's ``scaled_dot_product_attention``, computed again in float32 by plain products, with the run's masks;
+and whether a ``topk``, as of a router of experts, has taken the best.
 
 Not found: a wrong backward pass; attention with dropout; other attention functions.
 """
@@ -59,3 +60,17 @@ def attention_error(
         difference = (result[:, own, picked].float() - weights @ values).abs() / allowed
         worst.append(torch.where(sees, difference, 0.0).amax())
     return torch.stack(worst).amax()
+
+
+def wrong_choice(chosen: Tensor, values: Tensor, scores: Tensor, dim: int, *, largest: bool) -> Tensor:
+    """Whether a ``topk`` along ``dim`` left out something better, chose twice or gave other values: 1.0 or 0.0, shape [].
+
+    ``chosen``, ``values``: what it gave.
+    """
+    own = scores.gather(dim, chosen)
+    if not largest:
+        own, scores = -own, -scores
+    others = scores.scatter(dim, chosen, -math.inf).amax(dim)
+    times = torch.zeros_like(scores, dtype=torch.int32).scatter_add_(dim, chosen, torch.ones_like(chosen).int())
+    wrong = (others > own.amin(dim)).any() | (times > 1).any() | ((own if largest else -own) != values).any()
+    return (wrong & ~scores.isnan().any()).float()

@@ -38,6 +38,7 @@ _MOVES = frozenset(
     )
 )  # fmt: skip
 _ATTENTION = "scaled_dot_product_attention"
+_TOPK = (torch.topk, Tensor.topk)
 _PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
 
 
@@ -154,7 +155,7 @@ class Chosen(TorchFunctionMode):
         name = _name_of(func)
         sides = [above > 0 for above in _above_limits(name, args, kwargs or {})]  # before what writes in place
         result = func(*args, **(kwargs or {}))
-        if func in (torch.topk, Tensor.topk):
+        if func in _TOPK:
             self.indices.append(result.indices.detach())
         if name in _COMPARISONS and sides:
             sides = [result if name in ("gt", "ge") else ~result]
@@ -186,7 +187,7 @@ class OnHost(TorchFunctionMode):
             return plain_attention(*args, **kwargs)
         if _name_of(func) in _LIMITS:
             return self._limited(func, _name_of(func), args, kwargs)
-        if func not in (torch.topk, Tensor.topk):
+        if func not in _TOPK:
             return func(*args, **kwargs)
         own = func(*args, **kwargs)
         chosen = self._chosen[len(self.scores)]
