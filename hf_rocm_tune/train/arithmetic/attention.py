@@ -63,9 +63,9 @@ def attention_error(
 
 
 def wrong_choice(chosen: Tensor, values: Tensor, scores: Tensor, dim: int, *, largest: bool) -> Tensor:
-    """Whether a ``topk`` along ``dim`` left out something better, chose twice or gave other values: 1.0 or 0.0, shape [].
+    """Whether a ``topk`` along ``dim`` left out something better, chose twice or gave other values.
 
-    ``chosen``, ``values``: what it gave.
+    ``chosen``, ``values``: what it gave. Returns 1.0 or 0.0, shape [].
     """
     own = scores.gather(dim, chosen)
     if not largest:
