@@ -179,7 +179,7 @@ class OnHost(TorchFunctionMode):
         super().__init__()
         self._chosen, self._sides = list(chosen), sides or {}
         self.scores: list[Tensor] = []
-        self.above: dict[Key, list[Tensor]] = defaultdict(list)
+        self.above: dict[Key, list[Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -202,12 +202,12 @@ class OnHost(TorchFunctionMode):
         for above in _above_limits(name, args, kwargs):
             key = (name, tuple(above.shape))
             known = self._sides.get(key, ())
-            number = len(self.above[key])
+            number = len(self.above.get(key, ()))
             if number >= len(known):
                 if name in _JUMPS:
                     raise ValueError(f"the derivative of {name} jumps, and where is not known of the device")
                 return func(*args, **kwargs)
-            self.above[key].append(above)
+            self.above.setdefault(key, []).append(above)
             sides.append((above, known[number]))
         if name in _COMPARISONS and sides:
             return sides[0][1] if name in ("gt", "ge") else ~sides[0][1]
