@@ -1,7 +1,7 @@
 """A layer computed again on the host (`train/arithmetic/layers`): right ones that are accused, wrong ones that are not.
 
 clean   trainings of small versions of many architectures in all ways of computing: none may be accused
-faults  kernels that are wrong in every call: SiLU, norms, attention backward, LoRA's products, rotary embeddings
+faults  kernels that are wrong in every call: SiLU, ReLU, norms, attention backward, LoRA's products, rotary embeddings
 cost    CPU seconds of the whole training with and without, interleaved; on the simulated card what it counts
 
 python benchmarks/host_layers.py --parts clean --json FILE
@@ -159,7 +159,15 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[float], Callable[[Tensor, Any
     "attention's backward": (_FLASH, _scaled),
     "LoRA's products": (("mm", "addmm", "bmm"), lambda factor: _of_adapter(_scaled(factor))),
     "rotary embedding": (("neg",), _scaled),
+    "ReLU": (("relu",), _scaled),
+    "ReLU's backward": (("threshold_backward",), _scaled),
+    "ReLU lets a tenth of what is negative pass": (
+        ("relu",),
+        lambda _: lambda result, args: result.add_(args[0].clamp(max=0), alpha=0.1),
+    ),
 }
+TYPE_OF = {kind: "opt" for kind in FAULTS if kind.startswith("ReLU")}
+"""What is trained, if it is no Llama."""
 
 
 def faults(kinds: list[str], ways: list[str], strengths: list[float], seeds: int, folder: Path) -> list[Figures]:
@@ -174,7 +182,7 @@ def faults(kinds: list[str], ways: list[str], strengths: list[float], seeds: int
                     names, harm = FAULTS[kind]
                     torch.manual_seed(seed)
                     with Wrong(names, harm(factor)):
-                        found = outcome(prepared("llama", way, folder, "cpu"))
+                        found = outcome(prepared(TYPE_OF.get(kind, "llama"), way, folder, "cpu"))
                     name = "ended" if "ended" in found else "failed" if "failed" in found else "silent"
                     row[name] += 1
                 rows.append(row)
