@@ -321,7 +321,8 @@ class Replays:
                     self._products.add_choice(wrong_choice(chosen, values.detach(), scores, dim, largest=largest))
             return result
 
-        functional.scaled_dot_product_attention, torch.topk = checked, topk
+        functional.scaled_dot_product_attention = checked
+        torch.topk = topk  # type: ignore[assignment]
         try:
             yield
         finally:
