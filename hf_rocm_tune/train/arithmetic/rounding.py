@@ -217,7 +217,7 @@ class OnHost(TorchFunctionMode):
                 moved = _BesideLimit.apply(moved, above, side)
         writes = getattr(func, "__name__", "").endswith("_") or kwargs.get("inplace")
         result = func(moved.clone() if writes else moved, *args[1:], **kwargs)
-        return args[0].copy_(result) if writes else result
+        return args[0].zero_().add_(result) if writes else result
 
     def require_matched(self) -> None:
         """Raises where the device has made more choices of a kind than the host."""
