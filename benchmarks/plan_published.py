@@ -1,6 +1,6 @@
 """Plans setups of which others published memory or speed, and prints the ratio of the plan to what they measured.
 
-    python benchmarks/plan_published.py [--json FILE]
+    python benchmarks/plan_published.py [--only SOURCE ...] [--json FILE]
 
 Only setups whose model, method, length and micro-batch the source states; rank, targets, dropout, optimizer and
 recomputation are the source's where its configuration says them. Compared is the peak of torch's allocator, in units of
@@ -75,6 +75,9 @@ SHAPES = {
     "Llama-3.2-1B": shape(*LLAMA, 2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),
     "Mistral-7B-v0.3": shape("mistral", "MistralForCausalLM", 4096, 14336, 32, 32, 8, 32768),
     "deepseek-coder-1.3b": shape(*LLAMA, 2048, 5504, 24, 16, 16, 32256),
+    "Qwen2.5-Coder-1.5B": shape(
+        "qwen2", "Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True
+    ),
     "Llama-3-8B": next(
         dict(model.fields) for model in PUBLIC_MODELS if model == public_model("meta-llama/Llama-3.1-8B")
     ),
@@ -371,11 +374,12 @@ def of_float32_parts(plan: Plan) -> float:
 def main() -> None:
     """Prints the table, and as the last line one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SOURCES, nargs="+", default=list(SOURCES), help="the setups of these sources")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     process.prepare_process(os.environ)
     card = card_memory(name="rx7900xtx", desktop_gib=0)
-    rows = [compare(card, setup) for setup in SETUPS]
+    rows = [compare(card, setup) for setup in SETUPS if setup[0] in wanted.only]
     print("allocator's peak in GB, planned over published (ratio); what whole logits would take more at the loss")
     for row in rows:
         how = f"{row['micro_batch']} x {row['length']}{', recomputed' if row['recomputed'] else ''}"

@@ -27,10 +27,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import small_processors  # noqa: E402
 import small_versions  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-RESULTS = ROOT / "benchmarks" / "results" / "2026-11-29-cpu-model-coverage.json"
+RESULTS = Path(os.environ.get("COVERAGE_RESULTS", ROOT / "benchmarks" / "results" / "2026-11-29-cpu-model-coverage.json"))
 METHODS = {"LoRA": [], "QLoRA": ["--load_in_4bit"], "all weights": ["--use_peft", "false"]}
 CELLS = (*METHODS, "plan", "merge")
 GOOD = {**dict.fromkeys(METHODS, "trained"), "plan": "planned", "merge": "merged"}
@@ -73,31 +74,48 @@ def _build(model_type: str, kind: str, folder: Path, writer: Any) -> None:
     import torch
     import transformers
 
-    from tests import tiny
+    from tests import pictures, tiny
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        small_versions.build(model_type, kind, folder, tiny.build_tokenizer())
+        small_versions.build(model_type, kind, folder, tiny.build_tokenizer(), pictures.TEMPLATE)
+        if kind != "causal" and not small_processors.has_template(folder):
+            _write_texts(folder, small_processors.placeholder(folder))
         writer.send(None)
     except Exception as error:  # whatever an architecture raises
         text = str(error).strip().splitlines()
         writer.send(f"{type(error).__name__}: {' '.join(text)[:300] if text else ''}")
 
 
+def _write_texts(folder: Path, placeholder: str) -> None:
+    """Rows without conversations, for a processor that has no chat template."""
+    from tests import pictures
+
+    names = pictures.write_files(folder / "rows", 16)
+    rows = [
+        {"images": [name], "prompt": f"{placeholder}{pictures.question(number)}", "completion": pictures.answer(number)}
+        for number, name in enumerate(names)
+    ]
+    pictures.write_jsonl(folder / "rows" / "train.jsonl", rows)
+
+
 def _cell(name: str, model: Path, place: Path, data: Path, server: Any) -> str:
     output = place / f"{model.name}-out"
+    own = model / "rows"
+    data = own if own.is_dir() else data
+    length = small_versions.LENGTH if data.name == "data" else small_processors.LENGTH
     if name in METHODS:
         shutil.rmtree(output, ignore_errors=True)
         words = ["--model", model, "--dataset", data, "--output_dir", output, "--max_steps", 2, "--save_strategy", "no"]
-        words += ["--batch_size", 2, "--max_seq_length", small_versions.LENGTH, "--disable_tqdm", "true"]
+        words += ["--batch_size", 2, "--max_seq_length", length, "--disable_tqdm", "true"]
         done = _ended(server, [*map(str, words), *METHODS[name]], {})
         if name == "LoRA" and not done.code:
             shutil.copytree(output, place / f"{model.name}-adapter", dirs_exist_ok=True)
         return _line(done) if done.code else _trained(output)
     if name == "plan":
-        words = ["--model", model, "--gpu", "rx7900xt", "--seq", small_versions.LENGTH, "--json"]
+        words = ["--model", model, "--gpu", "rx7900xt", "--seq", length, "--json"]
         done = _ended(server, [*map(str, words)], {"VERB": "plan"})
         return _line(done) if done.code else GOOD[name]
     adapter = place / f"{model.name}-adapter"
@@ -212,7 +230,7 @@ def main() -> int:
     if wanted.page:
         PAGE.write_text(page(stored()), encoding="utf-8")
         return 0
-    from tests import tiny
+    from tests import pictures, tiny
     from tests.e2e.command import CommandServer
 
     part, parts = map(int, wanted.shard.split("/"))
@@ -220,7 +238,7 @@ def main() -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        data = tiny.write_dataset_dir(place / "data")
+        texts, seen = tiny.write_dataset_dir(place / "data"), pictures.write_rows(place / "pictures")
         server = CommandServer(place / "server")
         for kind in wanted.kind:
             names = [each for each in small_versions.model_types(kind) if not wanted.only or each in wanted.only]
@@ -234,7 +252,7 @@ def main() -> int:
                     cells.insert(0, "LoRA")
                 if not cells:
                     continue
-                row = try_one(name, kind, cells, place, data, server)
+                row = try_one(name, kind, cells, place, texts if kind == "causal" else seen, server)
                 found = stored()
                 row["cells"] = known | row["cells"]
                 found[kind][name] = row

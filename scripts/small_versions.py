@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 640
+VOCABULARY = 704
 FIRST_FREE = 512  # tokens of the tests' tokenizer are below; placeholders of pictures and sounds are above
 LENGTH = 64
 
 _HEADS = re.compile(r"num_attention_heads|n_heads?|num_heads|encoder_attention_heads|num_attn_heads|attention_heads")
-_KEY_HEADS = re.compile(r"num_key_value_heads|\w*n_kv_heads|\w*(?<!_d)_heads?|\w*n_groups|mamba_n_\w+")
+_KEY_HEADS = re.compile(r"num_key_value_heads|\w*n_kv_heads|(?!dim_)\w*(?<!_d)_heads?|\w*n_groups|mamba_n_\w+")
 _LAYERS = re.compile(
     r"(num_(hidden_|decoder_|encoder_|blocks?)?layers?|n_layers?|depth|(encoder|decoder)_layers|num_blocks)$"
 )
@@ -30,6 +30,9 @@ _KEPT = re.compile(
     r"num_channels|n_mels|mel_|stride|label|sample|conv|state_size|d_state|dt_rank|rank$|beam|length|num_buckets"
 )
 _VOCABULARY = re.compile(r"vocab_size|\w*vocab_size\w*")
+#: What is as wide as the language part, in the parts that see or hear.
+_OF_TEXT = ("out_hidden_size", "projection_dim", "output_proj_dims", "mm_embed_dim", "text_hidden_size")
+_OF_TEXT += ("adapter_out_dim",)
 _LEAST = 96  # widths from here on are divided
 
 
@@ -44,32 +47,65 @@ def model_types(kind: str) -> dict[str, str]:
     return {each: name if isinstance(name, str) else name[0] for each, name in names.items()}
 
 
+GLM_ROPE = {".text_config.rope_parameters.partial_rotary_factor": 0.5}
 #: By model type: fields that its class leaves open; those that begin with a dot are set in the small version.
 NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "apertus1p5": {
+        ".vision_config.codebook_size": 64,
+        ".image_token_offset": 560,
+        ".audio_token_offset": 624,
+        ".audio_config.codebook_size": 64,
+    },
+    "aria": {".vision_config.image_size": 490, ".vision_config.patch_size": 14},
     "codegen": {".n_head": 4},
+    "cohere2_vision": {".vision_config.patch_size": 4, ".vision_config.image_size": 32},
+    "cohere_compass": {
+        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+    },
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "dbrx": {".attn_config.rope_theta": 10000.0},
+    "dbrx": {".attn_config.rope_theta": 10000.0, ".attn_config.clip_qkv": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "diffusion_gemma": {"text_config": {"moe_intermediate_size": 64, "num_experts": 4, "top_k_experts": 2}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3n_text": {".num_kv_shared_layers": 0},
     "gemma3n": {".text_config.num_kv_shared_layers": 0},
     "gemma4_assistant": {".text_config.hidden_size_per_layer_input": 0},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+    "gemma4_unified": {"vision_config": {"model_type": "gemma4_unified_vision"}},
+    "glm46v": GLM_ROPE,
+    "glm4v": GLM_ROPE,
+    "glm4v_moe": {"text_config": {"head_dim": 128}, **GLM_ROPE},
+    "glm_ocr": GLM_ROPE,
+    "glmga": GLM_ROPE,
+    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "2/4"},
+    "dory": {  # its file counts attention and MLP as layers of their own
+        **{f".{name}_layers": 2 for name in ("n_input", "n_recurrent", "n_output")},
+        ".num_hidden_layers": 6,
+        ".layer_types": ["sliding_attention", "mlp", "sliding_attention", "mlp", "full_attention", "mlp"],
+    },
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "idefics2": {".perceiver_config.hidden_size": 256},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": 32},
+    "qwen2_vl": {".vision_config.hidden_size": 256},
     "mistral3": {"text_config": {"model_type": "ministral3"}},
 }
 
 
-def small_config(model_type: str, architecture: str, ids: Mapping[str, int]) -> Any:
-    """The small configuration of an architecture, with the special tokens of a tokenizer."""
+def small_config(model_type: str, architecture: str, ids: Mapping[str, int], *, pictures: bool = False) -> Any:
+    """The small configuration of an architecture, with the special tokens of a tokenizer, and for small ``pictures``."""
     from transformers import AutoConfig
+
+    import small_processors
 
     needs = NEEDS.get(model_type, {})
     config = AutoConfig.for_model(model_type, **{key: each for key, each in needs.items() if key[0] != "."})
     found = shrunk(config.to_dict(), ids, FreeTokens())
+    if pictures:
+        small_processors.with_small_pictures(found)
     for key, value in needs.items():
         if key[0] != ".":
             continue
@@ -98,7 +134,7 @@ class FreeTokens:
 def shrunk(fields: dict[str, Any], ids: Mapping[str, int], free: FreeTokens) -> dict[str, Any]:
     """The fields of a configuration, each part of it divided by what brings its attention to two heads."""
     found = copy.deepcopy(fields)
-    divisor = next(_divisors(fields), 1)
+    divisor = _divisor(fields)
     kept = _kept_layers(fields)
     for key, value in fields.items():
         if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")) and key != "per_layer_config":
@@ -140,6 +176,14 @@ def _small(key: str, value: int, divisor: int, kept: tuple[list[int], list[Any]]
     return -(-value // divisor // 64) * 64  # a block of a 4-bit weight does not cross rows, as in models of use
 
 
+def _divisor(fields: Mapping[str, Any]) -> int:
+    """The largest of `_divisors` that leaves a width of whole blocks of a 4-bit weight, or else the largest."""
+    found = list(_divisors(fields)) or [1]
+    width = next((fields[name] for name in ("hidden_size", "d_model", "n_embd", "dim") if fields.get(name)), 0)
+    whole = (each for each in found if isinstance(width, int) and width % (64 * each) == 0)
+    return next(whole, found[0])
+
+
 def _divisors(fields: Mapping[str, Any]) -> Iterator[int]:
     """What divides the number of heads and leaves two or more, the largest first; all of them where that is prime."""
     heads = next((value for key, value in fields.items() if _HEADS.fullmatch(key) and isinstance(value, int)), 0)
@@ -163,31 +207,61 @@ def _kept_layers(fields: Mapping[str, Any]) -> tuple[list[int], list[Any]] | Non
 
 def _consistent(fields: dict[str, Any]) -> None:
     """Sizes that a part has of another, which was divided otherwise."""
+    _rotated(fields)
     text, vision = (fields.get(f"{name}_config") for name in ("text", "vision"))
     if not isinstance(text, dict) or not isinstance(vision, dict):
         return
     width = text.get("hidden_size") or text.get("d_model")
-    for name in ("out_hidden_size", "projection_dim", "output_proj_dims", "mm_embed_dim", "text_hidden_size"):
-        if name in vision and width:
-            vision[name] = width
-        if name in fields and width:
-            fields[name] = width
+    for name in _OF_TEXT:
+        for part in (vision, fields.get("audio_config"), fields):
+            if isinstance(part, dict) and name in part and width:
+                part[name] = width
+    if "projection_hidden_size" in fields and "hidden_size" in vision:
+        fields["projection_hidden_size"] = vision["hidden_size"]
 
 
-def build(model_type: str, kind: str, folder: Path, tokenizer: Any) -> Path:
-    """A small model with random weights and its tokenizer in a new folder."""
+def _rotated(fields: dict[str, Any]) -> None:
+    """The parts of a head that positions in time, height and width turn fill what is turned of a small head."""
+    rope = fields.get("rope_parameters")
+    heads = fields.get("num_attention_heads")
+    if not isinstance(rope, dict) or not rope.get("mrope_section") or not heads:
+        return
+    width = fields.get("head_dim") or fields["hidden_size"] // heads
+    half = int(width * (rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1)) // 2
+    sections = rope["mrope_section"]
+    other = [section * half // sum(sections) for section in sections[1:]]
+    rope["mrope_section"] = [half - sum(other), *other]
+
+
+def build(model_type: str, kind: str, folder: Path, tokenizer: Any, template: str | None = None) -> Path:
+    """A small model with random weights, and its tokenizer or, where pictures are read, its processor, in a new folder.
+
+    ``template``: the chat template of a processor, in which ``<image>`` stands for a picture.
+    """
     import torch
     import transformers
 
+    import small_processors
+
     architecture = model_types(kind)[model_type]
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    config = small_config(model_type, architecture, ids)
+    config = small_config(model_type, architecture, ids, pictures=kind != "causal")
+    processor_class = small_processors.processor_class(model_type) if kind != "causal" else None
+    saved = tokenizer
+    if processor_class is not None:
+        small_processors.add_tokens(tokenizer, processor_class, config.to_dict())
+        saved = small_processors.build_processor(model_type, config, tokenizer, template or "")
+        fields = config.to_dict()
+        small_processors.set_tokens(fields, tokenizer, saved)
+        config = type(config).from_dict(fields)
+        config.architectures = [architecture]
     model_class = getattr(transformers, architecture)
-    if not isinstance(config, model_class.config_class):  # a language model of a configuration that describes more
-        config = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    if not isinstance(config, model_class.config_class) and isinstance(text, model_class.config_class):
+        config = text  # a language model of a configuration that describes more
         config.architectures = [architecture]
     torch.manual_seed(0)
     model = model_class._from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    saved.save_pretrained(folder)
     return folder

@@ -23,11 +23,14 @@ from hf_rocm_tune.job import announce
 from hf_rocm_tune.machine.child import pci_address
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.experts import has_experts
+from hf_rocm_tune.models.own_head import why_own_head
 from hf_rocm_tune.models.quantised import has_mxfp4
 from hf_rocm_tune.settings.arguments import Arguments, RanksArguments
 from hf_rocm_tune.settings.verbs import VERBS
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_rocm_tune.survive.saved_adapter import Adapter
 
 
@@ -182,6 +185,28 @@ def check_router_loss(job: Arguments, config: Any) -> None:
         )
     training.router_aux_loss_coef = 0.0
     announce.say("the balancing loss of the router is left out (--router_aux_loss_coef 0): the router is frozen")
+
+
+def leave_out_missing_routers(job: Arguments, model: nn.Module) -> None:
+    """Sets ``--router_aux_loss_coef 0`` where the configuration has a router's loss, and no layer has a router.
+
+    A dense model of an architecture that also makes mixtures (Doge, or Flint with dense layers only) would otherwise
+    end in transformers' loss, which reads the first router's logits.
+    """
+    recorded = getattr(model, "can_record_outputs", {}).get("router_logits")
+    if job.method != "sft" or recorded is None:
+        return
+    given = recorded if isinstance(recorded, list) else [recorded]
+    kinds = tuple(getattr(each, "target_class", each) for each in given)
+    if not any(isinstance(module, kinds) for module in model.modules()):
+        training: Any = job.training
+        training.router_aux_loss_coef = 0.0
+
+
+def refuse_own_head(method: str, model: nn.Module) -> None:
+    """Refuses methods with a loss that does not fit a model, see `models.own_head`."""
+    if method not in ("sft", "reward") and (why := why_own_head(model)):
+        raise UsageError(f"{method} cannot train {type(model).__name__}: TRL's loss does not fit it ({why}); sft does")
 
 
 # ---- adapters and rewards -------------------------------------------------------------------------------------------

@@ -37,13 +37,22 @@ from hf_rocm_tune.data.summary import lengths_of
 from hf_rocm_tune.errors import MemoryFaultError, PictureError, TuneError, UsageError
 from hf_rocm_tune.job import announce, preview, rows
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
-from hf_rocm_tune.job.refusals import check, check_adapter, check_rewards, check_router_loss, decide, reward_functions
+from hf_rocm_tune.job.refusals import (
+    check,
+    check_adapter,
+    check_rewards,
+    check_router_loss,
+    decide,
+    leave_out_missing_routers,
+    refuse_own_head,
+    reward_functions,
+)
 from hf_rocm_tune.lifecycle import exits, stall
 from hf_rocm_tune.lifecycle.heartbeat import Supervised, tell_begun
 from hf_rocm_tune.lifecycle.stall import StallGuard
 from hf_rocm_tune.lifecycle.watchdog import briefly
 from hf_rocm_tune.machine.process import check_world, several_machines
-from hf_rocm_tune.models import recompute
+from hf_rocm_tune.models import own_head, recompute
 from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, kept_out, target_names
 from hf_rocm_tune.models.factory import (
     ModelSource,
@@ -516,6 +525,9 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             "loading this model draws random numbers, from which TRL's adapter would go on; here the seed is set again "
             "after it: with the same seed the adapter starts from other values than TRL's"
         )
+    leave_out_missing_routers(job.arguments, model)
+    refuse_own_head(job.arguments.method, model)
+    with_own_head = job.arguments.method == "sft" and bool(own_head.why_own_head(model))
     _fit_checkpointing(job, model)
     model, peft_config = _adapted(job, model)
     extra: dict[str, Any] = {}
@@ -551,6 +563,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             ),
             **extra,
         )
+    if with_own_head:
+        own_head.use_own_head(model)
     _learn_end_tokens(trainer)
     if job.data.pictures is not None:
         job.data.pictures.attach(trainer)
@@ -651,6 +665,7 @@ def _say_left_out(model: Any, targets: Iterable[str]) -> None:
     why = {
         "state space": "Mamba-like layers, whose kernels read these weights themselves",
         "indexer": "the attention's indexer, which gets no gradient",
+        "other product": "layers that compute something else than their product",
     }
     for kind in kinds.keys() & why.keys():
         announce.say(f"adapters on {chosen}; left out: {', '.join(kinds[kind])} of {why[kind]}")

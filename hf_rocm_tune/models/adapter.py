@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.experts import experts_of, routers_of
+from hf_rocm_tune.models.quantised import linear_in_name_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -84,9 +85,10 @@ def kept_out(model: nn.Module) -> dict[str, list[str]]:
     ``experts``: PEFT would adapt experts and routers too, gigabytes of adapters; names that PEFT 0.21 takes for experts
     are among them. ``state space``: the fused kernels of Mamba-like layers read the weights themselves, so that an
     adapter would be trained and never used, and PEFT refuses some. ``indexer``: an attention's choice of tokens,
-    through which no gradient comes.
+    through which no gradient comes. ``other product``: see `linear_in_name_only`.
     """
-    kinds: dict[str, set[str]] = {"experts": set(), "state space": set(), "indexer": set()}
+    kinds: dict[str, set[str]] = {"experts": set(), "state space": set(), "indexer": set(), "other product": set()}
+    kinds["other product"] |= {_last_name(name) for name in linear_in_name_only(model)}
     if any(True for _ in experts_of(model)):
         kinds["experts"] = _TAKEN_FOR_EXPERTS | {name.rpartition(".")[2] for name in routers_of(model)}
     for name, module in model.named_modules():
@@ -107,8 +109,14 @@ def adaptable(model: nn.Module) -> list[str]:
     counts: Counter[str] = Counter()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and module is not head:
-            counts[name.rsplit(".", 1)[-1]] += 1
+            counts[_last_name(name)] += 1
     return [name for name, _ in counts.most_common()]
+
+
+def _last_name(path: str) -> str:
+    """The last part of a layer's name, as PEFT takes it; a number with what it is a part of: ``0`` is any list's."""
+    *before, last = path.split(".")
+    return f"{before[-1]}.{last}" if last.isdigit() and before else last
 
 
 def trainable_parameters(model: nn.Module) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from hf_rocm_tune.models.placement import (
     quantised_again,
     remember_read,
 )
-from hf_rocm_tune.models.quantised import cast_targets
+from hf_rocm_tune.models.quantised import cast_targets, linear_in_name_only
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import leave_device
 from hf_rocm_tune.models.tensors import places_of, tensors_of
@@ -294,6 +294,7 @@ def _and_what_must_stay(stock: Callable[..., list[str]], *, routers: bool) -> Ca
         model: Any, skip_modules: Any = None, keep_in_fp32_modules: Any = None, *rest: Any
     ) -> list[str]:
         kept = [*stock(model, skip_modules, keep_in_fp32_modules, *rest), *cast_targets(model)]
+        kept += linear_in_name_only(model)
         return [*kept, *routers_of(model)] if routers else kept
 
     return staticmethod(get_modules_to_not_convert)

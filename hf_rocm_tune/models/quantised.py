@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune import upstream
@@ -16,7 +17,7 @@ from hf_rocm_tune.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from hf_rocm_tune.transfer import Mover
 
@@ -101,6 +102,32 @@ def _attribute(module: Any, path: str) -> Any:
     for name in path.split("."):
         module = getattr(module, name, None)
     return module
+
+
+def linear_in_name_only(model: nn.Module) -> list[str]:
+    """Names of layers of a model's own code that derive from a linear one and give something else.
+
+    Llama 4's router gives two tensors, the first output projection of DeepSeek V4 a product for each group of heads:
+    4-bit weights would replace them by a linear layer, and an adapter would add what does not fit.
+    """
+    found = []
+    for name, module in model.named_modules():
+        kind = type(module)
+        own = kind.__module__.startswith(("transformers.models.", "transformers_modules."))
+        if isinstance(module, nn.Linear) and own and kind.forward is not nn.Linear.forward and not _is_linear(module):
+            found.append(name)
+    return found
+
+
+def _is_linear(layer: nn.Linear) -> bool:
+    """Whether a layer makes of a row what a linear one would, tried without values."""
+    weights = {name: torch.empty_like(each, device="meta") for name, each in layer.named_parameters()}
+    row = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        made = torch.func.functional_call(layer, weights, (row,))
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+    return isinstance(made, torch.Tensor) and made.shape == (1, layer.out_features)
 
 
 def require_quantised(model: nn.Module, name: str) -> None:

@@ -111,6 +111,11 @@ def _forward(
     )
     if balanced:
         extra["output_router_logits"] = True
+    if sample.own_head:
+        logits = sample.base(input_ids=ids, use_cache=False, **extra, **pictures).logits[:, :-1]
+        logarithms = torch.log_softmax(logits.float(), dim=-1)
+        chosen = logarithms.gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return -(chosen * (labels[:, 1:] != MASKED)).sum()
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra, **pictures)
     projection = sample.base.get_output_embeddings()
     states, targets = outputs.last_hidden_state[:, :-1], labels[:, 1:]

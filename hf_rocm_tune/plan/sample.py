@@ -33,6 +33,7 @@ from hf_rocm_tune.models.experts import (
     weights_of,
 )
 from hf_rocm_tune.models.incomplete import describe
+from hf_rocm_tune.models.own_head import why_own_head
 from hf_rocm_tune.models.quantised import cast_targets, checkpoint_bits, has_mxfp4
 from hf_rocm_tune.models.split import find_layers
 from hf_rocm_tune.models.streaming import is_streamed
@@ -54,6 +55,11 @@ class Sample:
     @property
     def vocabulary(self) -> int:
         return int(self.base.get_output_embeddings().weight.shape[0])
+
+    @property
+    def own_head(self) -> bool:
+        """Whether training takes the loss from whole logits, see `models.own_head`."""
+        return bool(why_own_head(self.base))
 
     def weights(self, cut: Collection[str] = (), ranks: int = 1) -> Iterator[Weight]:
         """All parameters, buffers and quantisation state of the recorded layers and of what is outside them.
@@ -190,8 +196,6 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
     causal = hasattr(model, "prepare_inputs_for_generation")  # PEFT's measure; a masked language model has none
     if getattr(config, "is_encoder_decoder", False) or getattr(head, "weight", None) is None or not causal:
         raise UsageError(f"{name} cannot be planned: it is no causal language model with an output head")
-    if model.base_model is model:
-        raise UsageError(f"{name} cannot be planned: TRL's fused loss finds no backbone in it and cannot train it")
     return model
 
 

@@ -330,7 +330,8 @@ def _texts(base: Path, adapter: Adapter, config: Any, *, trust_remote_code: bool
         for key, value in vocabulary.changed_roles(*loaded).items():
             setattr(text_config, key, value)
     speaks = loaded[-1] if loaded and not adapter.is_reward else None
-    given = vocabulary.generation_file(base, adapter.directory, speaks, fallback=text_config.eos_token_id)
+    ends = getattr(text_config, "eos_token_id", None)  # not every configuration has one: CPM-Ant's
+    given = vocabulary.generation_file(base, adapter.directory, speaks, fallback=ends)
     if given is not None:
         files[GENERATION_FILE] = given
     return files

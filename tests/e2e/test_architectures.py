@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from tests import tiny
 from tests.e2e.command import CommandServer
-from tests.e2e.conftest import assert_covered, done, flags, report_of
+from tests.e2e.conftest import assert_covered, done, flags, losses_of, report_of
 
 Trained = Callable[[str, str], Path]
 
@@ -96,3 +98,25 @@ def test_adapters_that_start_elsewhere_than_trls_are_told(
         settings = flags(model_name_or_path=model, max_steps=1, output_dir=tmp_path / arch)
         said = done(server.run(*base_flags, *settings)).stdout
         assert ("the adapter starts from other values than TRL's" in said) is told, said
+
+
+def test_what_stands_before_the_output_head_is_in_the_loss(server: CommandServer, tmp_path: Path) -> None:
+    """ModernBERT's decoder has a layer and a norm there, which TRL's fused loss leaves out; dpo refuses it."""
+    tokenizer = tiny.build_tokenizer()
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.ModernBertDecoderConfig(vocab_size=512, **size, **ids, cls_token_id=1, sep_token_id=3)
+    torch.manual_seed(0)
+    model = transformers.ModernBertDecoderForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.dense.weight.mul_(30)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "Two and two is four."}) + "\n")
+    settings = flags(model_name_or_path=tmp_path / "model", dataset_name=tmp_path / "rows.jsonl", max_steps=1)
+    settings += flags(per_device_train_batch_size=1, save_steps=1, dtype="float32", bf16=False, logging_steps=1)
+    done(server.run(*settings, *flags(output_dir=tmp_path / "out", lora_dropout=0.0)))
+    row = torch.tensor([[*tokenizer("Two and two is four.")["input_ids"], tokenizer.eos_token_id]])
+    assert losses_of(tmp_path / "out") == pytest.approx([float(model(input_ids=row, labels=row).loss)], rel=1e-4)
+    refused = server.run(*settings, *flags(output_dir=tmp_path / "dpo"), env={"METHOD": "kto"})
+    assert refused.code == 2 and len(refused.error_lines) == 1

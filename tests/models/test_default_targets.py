@@ -1,4 +1,4 @@
-"""What ``all-linear`` leaves out: layers whose weights a kernel reads by itself, experts, indexers."""
+"""What ``all-linear`` leaves out: layers whose weights a kernel reads by itself, or that are linear in name only."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
         {**_LATENT, **_EXPERTS, "index_head_dim": 32, "index_n_heads": 2},
         {"wq_b", "wk", "weights_proj"},
         {"q_a_proj", "q_b_proj", "o_proj"},
+    ),
+    # its router derives from a linear layer, and gives two tensors
+    "Llama4TextConfig": (
+        {"num_local_experts": 4, "intermediate_size_mlp": 128},
+        {"router"},
+        {"q_proj", "o_proj"},
     ),
     # none of their linear layers is left out, and PEFT would adapt the experts, which are no layers
     "Qwen3MoeConfig": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, set(), {"q_proj"}),

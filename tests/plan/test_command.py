@@ -354,7 +354,6 @@ BOTH_WIDTHS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8b
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "it is no causal language model"),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "cannot be planned"),
         ({"quantization_config": BOTH_WIDTHS}, "the quantization_config of its config.json is wrong"),
-        ({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}, "finds no backbone in it"),
         ({"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}, "num_experts_per_tok is missing"),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
@@ -364,6 +363,13 @@ def test_a_configuration_that_is_no_job_is_one_line(fields: dict[str, Any], name
     code, out, err = run("--model", model, *QUICK, "--method", "lora")
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert named in err
+
+
+def test_a_model_that_names_no_backbone_is_planned_with_its_whole_logits(tmp_path: Path) -> None:
+    llama4 = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_local_experts": 2}
+    model = write(tmp_path, intermediate_size_mlp=128, **llama4)
+    code, out, _ = run("--model", model, *QUICK, "--method", "lora", "--json")
+    assert code == 0 and json.loads(out)["architecture"] == "Llama4ForCausalLM"
 
 
 def test_targets_that_peft_refuses_are_one_line_and_are_left_out_by_default(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""The loss of models that TRL's fused loss does not fit: BERT's relatives, ModernBERT's decoder, Llama 4.
+
+It asks a model's backbone for hidden states and multiplies them with the matrix of the output head. What a model has
+between the two, a dense layer and a norm, it would leave out, so that another model's loss were learned; of a model
+that names no backbone it gets none. Here the model's own forward computes all logits, and the loss is taken from these.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm_tune.errors import listed
+from hf_rocm_tune.data.formats import MASKED
+
+
+def why_own_head(model: Any) -> str:
+    """Why TRL's fused loss does not fit a causal language model; empty: it does."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    backbone = getattr(model, "base_model", model)
+    if backbone is model:
+        return "it names no backbone"
+    if head is None:
+        return ""
+    known = {id(parameter) for part in (backbone, head) for parameter in part.parameters()}
+    rest = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+    return f"{listed(rest)} would be left out" if rest else ""
+
+
+def use_own_head(model: nn.Module) -> None:
+    """Makes a model that TRL has given its fused loss compute this loss from its own logits, at temperature 1."""
+    stock: Any = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, shift_labels: Any = None, **more: Any
+    ) -> Any:
+        given = {"labels": labels, "shift_labels": shift_labels}
+        if not fused_lm_head:
+            return stock(*args, **{name: each for name, each in given.items() if each is not None}, **more)
+        count = more.pop("num_items_in_batch", None)
+        logits = stock(*args, **more).logits
+        if shift_labels is None:
+            logits, shift_labels = logits[:, :-1], labels[:, 1:]
+        return _output(logits, shift_labels, count)
+
+    model.forward = MethodType(forward, model)
+
+
+def _output(logits: Tensor, labels: Tensor, count: Any) -> Any:
+    """What TRL's fused loss gives.
+
+    ``logits``: (rows, tokens, vocabulary); ``labels``: int64 (rows, tokens), of the next tokens; ``count``: of tokens in
+    the loss of the whole batch, None: those here.
+    """
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    mask = labels != MASKED
+    logarithms = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logarithms.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    log_probs = chosen.masked_fill(~mask, 0)
+    with torch.no_grad():
+        entropy = -(logarithms.exp() * logarithms).sum(dim=-1)
+        squares = torch.logsumexp(2 * logarithms, dim=-1)
+        means = logits.float().mean(dim=-1)
+        first = logits.argmax(dim=-1) == labels
+    return FusedCausalLMOutput(
+        loss=-log_probs.sum() / (mask.sum().clamp(min=1) if count is None else count),
+        log_probs=log_probs,
+        entropy=entropy.masked_fill(~mask, 0),
+        log_sum_sq_probs=squares.masked_fill(~mask, 0),
+        mean_logits=means.masked_fill(~mask, 0),
+        is_top1=first & mask,
+        label_mask=mask,
+    )
