@@ -59,10 +59,10 @@ def _built(model_type: str, kind: str, folder: Path) -> str | None:
     child = multiprocessing.get_context("fork").Process(target=_build, args=(model_type, kind, folder, writer))
     child.start()
     writer.close()
-    child.join(SECONDS)
+    child.join(3 * SECONDS)
     if child.is_alive():
         child.kill()
-        return f"it takes more than {SECONDS:g} seconds"
+        return f"it takes more than {3 * SECONDS:g} seconds"
     try:
         said: str | None = reader.recv()
     except EOFError:

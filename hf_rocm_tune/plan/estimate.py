@@ -371,22 +371,25 @@ class Weights:
 class Rates:
     """The speed of a card: a matrix product of n operations takes ``n / products + each`` seconds.
 
-    The defaults are for an RX 7900 XT, from measurements by others: 77 TFLOPS in bfloat16 at best and 14 at 1024 cubed
-    (zzc0721/torch-performance-test-data, through ZLUDA); 4-bit weights: torchtune's Llama-3.1-8B on a 4090, 3,083
-    tokens a second with LoRA and 2,413 with QLoRA, scaled by bandwidth. Without a ``known`` figure they only rank
-    choices.
+    The defaults are for an RX 7900 XT, on which no training step has been published. 77 TFLOPS in bfloat16 at best
+    (zzc0721/torch-performance-test-data, through ZLUDA); the time of each product brings the estimates for the two
+    published steps of an XTX to 0.84 of what was measured there, the ratio of both cards' data sheets (51.6 and 61.4
+    TFLOPS in float32). 4-bit weights: torchtune's Llama-3.1-8B on a 4090, 3,083 tokens a second with LoRA and 2,413
+    with QLoRA, scaled by bandwidth. The upper bound is an XTX's speed (1 / 0.84); the lower one is chosen by us: the
+    XT's 14 TFLOPS at 1024 cubed, through ZLUDA, make 125e-6 seconds of each product, 0.85 of the estimate, and other
+    kernels and 4-bit weights may be slower as well. Without a ``known`` figure they only rank choices.
     """
 
     known: bool = True
     products: float = 77e12  # floating point operations a second of a large product in bfloat16
-    each: float = 125e-6  # additional seconds per product
+    each: float = 93e-6  # additional seconds per product
     unpacked: float = 45e9  # elements of 4-bit weights dequantised to bfloat16 a second
-    least: float = 0.5  # bounds of the true speed as shares of the estimate, chosen by us
-    most: float = 1.4
+    least: float = 0.6  # bounds of the true speed as shares of the estimate
+    most: float = 1.2
 
 
 #: Cards with rates of their own. XTX: the time of a product that brings the estimates for the two published steps of
-#: Qwen2.5-3B on one (`benchmarks/plan_published.py`) to what was measured.
+#: Qwen2.5-3B on one (`benchmarks/plan_published.py`) to what was measured; its bounds are chosen by us, for other models.
 RATES_OF = {"7900 xtx": Rates(each=75e-6, least=0.7, most=1.3)}
 
 

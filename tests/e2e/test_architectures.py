@@ -117,6 +117,6 @@ def test_what_stands_before_the_output_head_is_in_the_loss(server: CommandServer
     settings += flags(per_device_train_batch_size=1, save_steps=1, dtype="float32", bf16=False, logging_steps=1)
     done(server.run(*settings, *flags(output_dir=tmp_path / "out", lora_dropout=0.0)))
     row = torch.tensor([[*tokenizer("Two and two is four.")["input_ids"], tokenizer.eos_token_id]])
-    assert losses_of(tmp_path / "out") == pytest.approx([float(model(input_ids=row, labels=row).loss)], rel=1e-4)
+    assert losses_of(tmp_path / "out") == pytest.approx([model(input_ids=row, labels=row).loss.item()], rel=1e-4)
     refused = server.run(*settings, *flags(output_dir=tmp_path / "dpo"), env={"METHOD": "kto"})
     assert refused.code == 2 and len(refused.error_lines) == 1
