@@ -75,9 +75,7 @@ SHAPES = {
     "Llama-3.2-1B": shape(*LLAMA, 2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),
     "Mistral-7B-v0.3": shape("mistral", "MistralForCausalLM", 4096, 14336, 32, 32, 8, 32768),
     "deepseek-coder-1.3b": shape(*LLAMA, 2048, 5504, 24, 16, 16, 32256),
-    "Qwen2.5-Coder-1.5B": shape(
-        "qwen2", "Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True
-    ),
+    "Qwen2.5-Coder-1.5B": shape("qwen2", "Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True),
     "Llama-3-8B": next(
         dict(model.fields) for model in PUBLIC_MODELS if model == public_model("meta-llama/Llama-3.1-8B")
     ),

@@ -31,7 +31,8 @@ import small_processors  # noqa: E402
 import small_versions  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-RESULTS = Path(os.environ.get("COVERAGE_RESULTS", ROOT / "benchmarks" / "results" / "2026-11-29-cpu-model-coverage.json"))
+_KEPT = ROOT / "benchmarks" / "results" / "2026-11-29-cpu-model-coverage.json"
+RESULTS = Path(os.environ.get("COVERAGE_RESULTS", _KEPT))
 METHODS = {"LoRA": [], "QLoRA": ["--load_in_4bit"], "all weights": ["--use_peft", "false"]}
 CELLS = (*METHODS, "plan", "merge")
 GOOD = {**dict.fromkeys(METHODS, "trained"), "plan": "planned", "merge": "merged"}

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import small_processors
+
 VOCABULARY = 704
 FIRST_FREE = 512  # tokens of the tests' tokenizer are below; placeholders of pictures and sounds are above
 LENGTH = 64
@@ -96,10 +98,8 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def small_config(model_type: str, architecture: str, ids: Mapping[str, int], *, pictures: bool = False) -> Any:
-    """The small configuration of an architecture, with the special tokens of a tokenizer, and for small ``pictures``."""
+    """The small configuration of an architecture, with a tokenizer's special tokens; ``pictures``: small ones."""
     from transformers import AutoConfig
-
-    import small_processors
 
     needs = NEEDS.get(model_type, {})
     config = AutoConfig.for_model(model_type, **{key: each for key, each in needs.items() if key[0] != "."})
@@ -240,8 +240,6 @@ def build(model_type: str, kind: str, folder: Path, tokenizer: Any, template: st
     """
     import torch
     import transformers
-
-    import small_processors
 
     architecture = model_types(kind)[model_type]
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}

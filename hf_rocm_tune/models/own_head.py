@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune.errors import listed
-from hf_rocm_tune.data.formats import MASKED
+
+_MASKED = -100  # the label of a token that is not in the loss
 
 
 def why_own_head(model: Any) -> str:
@@ -54,12 +55,12 @@ def use_own_head(model: nn.Module) -> None:
 def _output(logits: Tensor, labels: Tensor, count: Any) -> Any:
     """What TRL's fused loss gives.
 
-    ``logits``: (rows, tokens, vocabulary); ``labels``: int64 (rows, tokens), of the next tokens; ``count``: of tokens in
-    the loss of the whole batch, None: those here.
+    ``logits``: (rows, tokens, vocabulary); ``labels``: int64 (rows, tokens), of the next tokens; ``count``: of the
+    tokens in the loss of the whole batch, None: those here.
     """
     from trl.trainer.utils import FusedCausalLMOutput
 
-    mask = labels != MASKED
+    mask = labels != _MASKED
     logarithms = torch.log_softmax(logits.float(), dim=-1)
     chosen = logarithms.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     log_probs = chosen.masked_fill(~mask, 0)

@@ -389,7 +389,7 @@ class Rates:
 
 
 #: Cards with rates of their own. XTX: the time of a product that brings the estimates for the two published steps of
-#: Qwen2.5-3B on one (`benchmarks/plan_published.py`) to what was measured; its bounds are chosen by us, for other models.
+#: Qwen2.5-3B on one (`benchmarks/plan_published.py`) to what was measured; its bounds, for other models, are chosen.
 RATES_OF = {"7900 xtx": Rates(each=75e-6, least=0.7, most=1.3)}
 
 
