@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 LENGTH = 320  # of a row with one picture
+CODES = 16  # of a picture that is made of tokens
 SIDE = 4  # patches along a picture's side, as far as a configuration says how large its pictures are
 _NAMED = re.compile(r"tokenizer(?:\.|, [\"'])(\w+_token)(?:_id)?\b")
 _WRITTEN = re.compile(r"[\"'](<[^\"' {}()\\]{1,40}>|\[[A-Z_]+\]|\|[A-Z]+\|)[\"']")
@@ -77,7 +79,7 @@ def with_small_pictures(fields: dict[str, Any]) -> None:
 
 def add_tokens(tokenizer: Any, kind: Any, fields: Mapping[str, Any]) -> None:
     """Adds the tokens that a processor of this class names, and those of a configuration that it does not name."""
-    source = "\n".join(inspect.getsource(inspect.getmodule(each)) for each in _own_classes(kind))
+    source = "\n".join(inspect.getsource(sys.modules[each.__module__]) for each in _own_classes(kind))
     written = [each for each in dict.fromkeys(_WRITTEN.findall(source)) if not each.startswith("<0x")]
     named = {each: f"<|{each.removesuffix('_token')}|>" for each in _NAMED.findall(source)}
     own = {name: text for name, text in named.items() if name.removesuffix("_token") not in _TEXT_TOKENS}
@@ -99,6 +101,26 @@ def set_tokens(fields: dict[str, Any], tokenizer: Any, processor: Any) -> None:
             number = _number(found[1], tokenizer, processor)
             if number is not None:
                 fields[key] = number
+
+
+def with_codes(fields: dict[str, Any], tokenizer: Any, first: int) -> None:
+    """Names the codes of pictures as tokens, where a configuration maps them by their names: Chameleon, Emu3.
+
+    ``first``: a number of a token from which on `CODES` are free.
+    """
+    if "vocabulary_map" not in fields:
+        return
+    known = dict(tokenizer.get_vocab())
+    for number in range(CODES):
+        letters = "".join(chr(ord("A") + int(digit)) for digit in f"{number:04d}")
+        is_chameleon = fields["model_type"] == "chameleon"
+        known[f"IMGIMG{letters}Z" if is_chameleon else f"<|visual token {number:06d}|>"] = first + number
+    known.setdefault("<image>", known.get("<|image|>", first + CODES))
+    known.setdefault("<|extra_200|>", first + CODES + 1)
+    fields["vocabulary_map"] = known
+    for name, key in (("vq_config", "num_embeddings"), ("vq_config", "codebook_size")):
+        if key in fields.get(name, {}):
+            fields[name][key] = CODES
 
 
 def build_processor(model_type: str, config: Any, tokenizer: Any, template: str) -> Any:

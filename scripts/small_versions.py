@@ -59,6 +59,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
         ".audio_config.codebook_size": 64,
     },
     "aria": {".vision_config.image_size": 490, ".vision_config.patch_size": 14},
+    "blt": {".encoder_hash_byte_group_vocab": 512},
     "codegen": {".n_head": 4},
     "cohere2_vision": {".vision_config.patch_size": 4, ".vision_config.image_size": 32},
     "cohere_compass": {
@@ -251,6 +252,7 @@ def build(model_type: str, kind: str, folder: Path, tokenizer: Any, template: st
         saved = small_processors.build_processor(model_type, config, tokenizer, template or "")
         fields = config.to_dict()
         small_processors.set_tokens(fields, tokenizer, saved)
+        small_processors.with_codes(fields, tokenizer, VOCABULARY - 2 * small_processors.CODES)
         config = type(config).from_dict(fields)
         config.architectures = [architecture]
     model_class = getattr(transformers, architecture)

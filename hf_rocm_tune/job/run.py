@@ -81,7 +81,7 @@ from hf_rocm_tune.survive.saved_adapter import Adapter, attach_for_training, ope
 from hf_rocm_tune.train import report, telemetry
 from hf_rocm_tune.train.device_memory import warm_up
 from hf_rocm_tune.train.faults import Crashes, StepFaultSpec
-from hf_rocm_tune.train.refusals import as_usage_errors, check_settings
+from hf_rocm_tune.train.refusals import as_usage_errors, check_settings, first_step_as_usage_error
 from hf_rocm_tune.train.samples import SampledAnswers, open_pictures
 from hf_rocm_tune.train.settings import JobServices, TrainerSettings
 from hf_rocm_tune.train.telemetry import Telemetry
@@ -360,7 +360,7 @@ def _late_faults(job: Job) -> Iterator[None]:
 def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
     training = job.arguments.training
     try:
-        with _late_faults(job):
+        with _late_faults(job), first_step_as_usage_error(trainer):
             trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
     except UsageError as error:
         # of a streamed row or a picture: what was learned from those before it is not lost

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -59,6 +60,41 @@ def missing_metric_as_usage_error() -> Iterator[None]:
         if "metric_for_best_model" not in str(error):
             raise
         raise UsageError(f"--metric_for_best_model: {error.args[0]}") from error
+
+
+@contextmanager
+def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
+    """Within the block, which is a training, what a model's own code raises in the first step becomes a ``UsageError``.
+
+    Such a model cannot be trained in this way, whatever the rows. An error of a device is none of the model's.
+    """
+    start = trainer.state.global_step
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
+        device = isinstance(error, torch.AcceleratorError) or re.search(r"\b(HIP|CUDA|out of memory)\b", str(error))
+        where = next((place for place in _places(error) if not place[0].startswith("torch.")), ("", ""))
+        if trainer.state.global_step > start or device or not where[0].startswith(_CODE_OF_MODELS):
+            raise
+        what = " ".join(str(error).split())
+        raise UsageError(
+            f"{_name_of(trainer.model)} cannot be trained with these settings: its own code fails in the first step "
+            f"with {type(error).__name__}: {what[:300]} ({where[1]})"
+        ) from error
+
+
+_CODE_OF_MODELS = ("transformers.models.", "transformers_modules.", "timm.")
+
+
+def _places(error: BaseException) -> Iterator[tuple[str, str]]:
+    """The modules in which an error was raised and passed on, the innermost first, with file and line."""
+    for frame, line in reversed([*walk_tb(error.__traceback__)]):
+        name = frame.f_globals.get("__name__", "")
+        yield name, f"{os.path.basename(frame.f_code.co_filename)}, line {line}"
+
+
+def _name_of(model: Any) -> str:
+    return type(model.get_base_model() if hasattr(model, "peft_config") else model).__name__
 
 
 def _said(error: Exception, packages: Collection[str]) -> str | None:
