@@ -12,6 +12,7 @@ not tried again without ``--redo``; ``--only`` shows whole lines of errors.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -71,17 +73,24 @@ def _built(model_type: str, kind: str, folder: Path) -> str | None:
     return said
 
 
+@cache
+def _tokenizer() -> Any:
+    from tests import tiny
+
+    return tiny.build_tokenizer()
+
+
 def _build(model_type: str, kind: str, folder: Path, writer: Any) -> None:
     import torch
     import transformers
 
-    from tests import pictures, tiny
+    from tests import pictures
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        small_versions.build(model_type, kind, folder, tiny.build_tokenizer(), pictures.TEMPLATE)
+        small_versions.build(model_type, kind, folder, _tokenizer(), pictures.TEMPLATE)
         if kind != "causal" and not small_processors.has_template(folder):
             _write_texts(folder, small_processors.placeholder(folder))
         writer.send(None)
@@ -237,6 +246,9 @@ def main() -> int:
     part, parts = map(int, wanted.shard.split("/"))
     begun = time.monotonic()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _tokenizer()  # and what it imports, once: each model is built in a forked process
+    importlib.import_module("transformers.models.auto.modeling_auto")
+    importlib.import_module("transformers.modeling_utils")
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         texts, seen = tiny.write_dataset_dir(place / "data"), pictures.write_rows(place / "pictures")
