@@ -33,7 +33,13 @@ _KEPT = re.compile(
 )
 _VOCABULARY = re.compile(r"vocab_size|\w*vocab_size\w*")
 #: What is as wide as the language part, in the parts that see or hear.
-_OF_TEXT = ("out_hidden_size", "projection_dim", "output_proj_dims", "mm_embed_dim", "text_hidden_size")
+_OF_TEXT: tuple[str, ...] = (
+    "out_hidden_size",
+    "projection_dim",
+    "output_proj_dims",
+    "mm_embed_dim",
+    "text_hidden_size",
+)
 _OF_TEXT += ("adapter_out_dim",)
 _LEAST = 96  # widths from here on are divided
 
