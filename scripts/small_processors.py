@@ -18,6 +18,7 @@ CODES = 16  # of a picture that is made of tokens
 SIDE = 4  # patches along a picture's side, as far as a configuration says how large its pictures are
 _NAMED = re.compile(r"tokenizer(?:\.|, [\"'])(\w+_token)(?:_id)?\b")
 _WRITTEN = re.compile(r"[\"'](<[^\"' {}()\\]{1,40}>|\[[A-Z_]+\]|\|[A-Z]+\|)[\"']")
+_OWN = re.compile(r"self\.(\w+_token) = \"(<[^\" {}]+>)\"")
 _TOKEN_FIELD = re.compile(r"(\w+?)_(?:token_(?:id|index)|patch_id|col_id)$")
 _TEXT_TOKENS = ("pad", "bos", "eos", "unk", "sep", "cls", "mask", "decoder_start", "user", "forced_bos", "forced_eos")
 _PIXELS = 3000  # a "size" beyond it counts pixels of an area
@@ -81,7 +82,7 @@ def add_tokens(tokenizer: Any, kind: Any, fields: Mapping[str, Any]) -> None:
     """Adds the tokens that a processor of this class names, and those of a configuration that it does not name."""
     source = "\n".join(inspect.getsource(sys.modules[each.__module__]) for each in _own_classes(kind))
     written = [each for each in dict.fromkeys(_WRITTEN.findall(source)) if not each.startswith("<0x")]
-    named = {each: f"<|{each.removesuffix('_token')}|>" for each in _NAMED.findall(source)}
+    named = {each: f"<|{each.removesuffix('_token')}|>" for each in _NAMED.findall(source)} | dict(_OWN.findall(source))
     own = {name: text for name, text in named.items() if name.removesuffix("_token") not in _TEXT_TOKENS}
     known = {name.removesuffix("_token") for name in own}
     for name in _token_fields(fields):

@@ -55,6 +55,7 @@ def model_types(kind: str) -> dict[str, str]:
     return {each: name if isinstance(name, str) else name[0] for each, name in names.items()}
 
 
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
 GLM_ROPE = {".text_config.rope_parameters.partial_rotary_factor": 0.5}
 #: By model type: fields that its class leaves open; those that begin with a dot are set in the small version.
 NEEDS: Mapping[str, Mapping[str, Any]] = {
@@ -74,6 +75,8 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {".attn_config.rope_theta": 10000.0, ".attn_config.clip_qkv": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2, **EXPERTS}},
+    "deepseek_vl_hybrid": {".high_res_vision_config.global_attn_indexes": [1]},
     "diffusion_gemma": {"text_config": {"moe_intermediate_size": 64, "num_experts": 4, "top_k_experts": 2}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3n_text": {".num_kv_shared_layers": 0},
@@ -84,7 +87,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "glm46v": GLM_ROPE,
     "glm4v": GLM_ROPE,
     "glm4v_moe": {"text_config": {"head_dim": 128}, **GLM_ROPE},
-    "glm_ocr": GLM_ROPE,
+    "glm_ocr": {"text_config": {"head_dim": 128}, **GLM_ROPE},
     "glmga": GLM_ROPE,
     "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "2/4"},
     "dory": {  # its file counts attention and MLP as layers of their own

@@ -71,7 +71,7 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
     start = trainer.state.global_step
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         device = isinstance(error, torch.AcceleratorError) or re.search(r"\b(HIP|CUDA|out of memory)\b", str(error))
         where = next((place for place in _places(error) if not place[0].startswith("torch.")), ("", ""))
         if trainer.state.global_step > start or device or not where[0].startswith(_CODE_OF_MODELS):
