@@ -196,8 +196,8 @@ def leave_out_missing_routers(job: Arguments, model: nn.Module) -> None:
     recorded = getattr(model, "can_record_outputs", {}).get("router_logits")
     if job.method != "sft" or recorded is None:
         return
-    given = recorded if isinstance(recorded, list) else [recorded]
-    kinds = tuple(getattr(each, "target_class", each) for each in given)
+    given: list[Any] = recorded if isinstance(recorded, list) else [recorded]
+    kinds: tuple[Any, ...] = tuple(getattr(each, "target_class", each) for each in given)
     if not any(isinstance(module, kinds) for module in model.modules()):
         training: Any = job.training
         training.router_aux_loss_coef = 0.0
