@@ -92,7 +92,9 @@ def test_a_side_that_fails_leaves_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["transfer", "--json", "no/such/directory/x"], "--json no/such/directory/x"),
+        pytest.param(
+            ["transfer", "--json", "no/such/directory/x"], "--json no/such/directory/x", marks=pytest.mark.long
+        ),
         (["sft", "--model", "./no/such/model", "--device", "cpu"], "--model ./no/such/model"),
     ],
 )

@@ -47,6 +47,7 @@ def measured(environ: dict[str, str], name: str, **request: Any) -> list[dict[st
     return found
 
 
+@pytest.mark.long
 def test_a_card_that_only_torch_sees_is_measured(card: dict[str, str]) -> None:
     report = told(card, "hf_rocm_tune", "doctor", "--only", "driver", "torch", "bandwidth", "--json")
     found = {one["check"]: one for one in report["findings"]}
@@ -81,6 +82,7 @@ def test_measurements_end_within_the_given_time_and_the_one_that_runs_is_named(c
         assert found[name]["text"] == f"1 s were over; --only {name} measures it"
 
 
+@pytest.mark.long
 def test_what_there_is_no_time_for_is_left_out_of_a_measurement_and_told(card: dict[str, str]) -> None:
     (copies,) = measured(card, "round_trip", largest=4096, repeats=20, seconds=0)
     assert copies["read"] == ["0 wrong of 1 cases, there and back twice; 82 cases were left out for time"], copies

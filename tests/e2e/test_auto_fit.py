@@ -156,7 +156,9 @@ def test_without_a_card_nothing_is_chosen_and_the_effective_batch_stands(job: Jo
     assert report_of(tmp_path / "out")["auto_fit"] is None
 
 
-@pytest.mark.parametrize("size", [None, 256], ids=["planned", "given"])
+@pytest.mark.parametrize(
+    "size", [pytest.param(None, id="planned"), pytest.param(256, id="given", marks=pytest.mark.long)]
+)
 def test_an_evaluation_never_ends_a_run_that_trains(
     job: Job, card_server: CommandServer, scratch: Path, tmp_path: Path, size: int | None
 ) -> None:

@@ -68,7 +68,7 @@ def _between_layers(report: dict[str, Any]) -> float:
     [
         ("ddp", 2, {}, _between_ranks),
         ("host", 2, {"grad_sync": "host"}, _through_host),
-        ("fsdp2", 2, {}, _between_ranks),
+        pytest.param("fsdp2", 2, {}, _between_ranks, marks=pytest.mark.long),
         ("tensor", 2, {"tensor_parallel": True}, _between_ranks),
         ("split", 1, {"split_layers": "1,1"}, _between_layers),
         pytest.param(

@@ -37,6 +37,7 @@ def gfx_server(scratch: Path) -> Iterator[CommandServer]:
 
 
 @pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_qlora_trains_as_on_the_cpu_and_goes_on_after_a_kill(
     steps: int,
     gfx_server: CommandServer,

@@ -221,6 +221,7 @@ def test_dpo(user: User, whole: Path) -> None:
     assert "<svg" in user.page("out", str(whole))
 
 
+@pytest.mark.long
 def test_mixture_of_experts(user: User) -> None:
     """Planned, trained with experts in 4 bit and adapters on them, merged, and asked."""
     shutil.copytree(user.model_of("qwen3_moe"), user.place / "mixture")

@@ -193,8 +193,8 @@ TOGETHER: dict[str, list[tuple[dict[str, Any], tuple[str, str]]]] = {
 
 
 @matrix(
-    ("cpu", "lora", "updates", 1), ("cpu", "lora", "saves", 1), ("cpu", "lora", "waiting", 2),
-    ("cpu", "qlora", "frozen", 1), ("card", "lora", "batches", 1),
+    ("cpu", "lora", "updates", 1), ("cpu", "lora", "saves", 1), ("cpu", "qlora", "frozen", 1),
+    ("card", "lora", "batches", 1),
     method=("lora", "qlora", "bf16"), group=tuple(TOGETHER),
 )  # fmt: skip
 def test_memory_that_changes_is_not_used(bench: Bench, method: str, group: str, seed: int) -> None:

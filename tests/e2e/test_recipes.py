@@ -148,7 +148,7 @@ OWN = [
     *(pytest.param(name, kind_of(name), id=f"{name}-chats") for name in SINGLE),
     *(pytest.param("llama_1b_lora", kind, id=f"llama_1b_lora-{kind}") for kind in ("text", "alpaca")),
 ]
-OFTEN = {"qwen_8b_qlora-chats", "qwen_8b_dpo_qlora-chats", "llama_1b_lora-text"}
+OFTEN = {"qwen_8b_dpo_qlora-chats", "llama_1b_lora-text"}
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def test_faults_on_hops_are_healed_and_a_run_goes_on_where_it_was_stopped(
     assert report["optimizer"]["verified_bytes"] == report["optimizer"]["bytes"]
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_between_its_micro_batches_goes_on(command: Callable[..., Result], tmp_path: Path) -> None:
     both = {
         "max_steps": 4,

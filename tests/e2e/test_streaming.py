@@ -144,6 +144,7 @@ def memory_attack(place: str, *, step: int) -> dict[str, str]:
     return {"MEMORY_ATTACK": json.dumps({"kind": "streamed", "place": place, "step": step})}
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_other_layers_streamed(
     trial: Callable[[str], Trial], resident: Callable[[str], Path]
 ) -> None:

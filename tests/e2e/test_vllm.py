@@ -35,6 +35,7 @@ def prepared(directory: Path, model: Path, **more: Any) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use of it
+@pytest.mark.long
 def test_by_consent_vllm_gets_the_merged_weights_and_the_frozen_ones_stay(tmp_path: Path) -> None:
     model = tiny.build("llama3", tmp_path / "models")
     vllm_stand_in.install(tmp_path / "installed")

@@ -16,9 +16,9 @@ PLAIN, ACCELERATE = EXAMPLES / "plain_loop.py", EXAMPLES / "accelerate_loop.py"
     ("on_card", "example"),
     [
         pytest.param(False, PLAIN, id="cpu-plain", marks=pytest.mark.long),
-        pytest.param(False, ACCELERATE, id="cpu-accelerate"),
-        pytest.param(True, PLAIN, id="card-plain"),
-        pytest.param(True, ACCELERATE, id="card-accelerate", marks=pytest.mark.long),
+        pytest.param(False, ACCELERATE, id="cpu-accelerate", marks=pytest.mark.long),
+        pytest.param(True, PLAIN, id="card-plain", marks=pytest.mark.long),
+        pytest.param(True, ACCELERATE, id="card-accelerate"),
     ],
 )
 def test_losses_are_those_of_the_stock_loop(

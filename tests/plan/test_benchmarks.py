@@ -76,7 +76,7 @@ def _errors(cases: list[Case], device: str) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize(
     "wanted",
     [
-        pytest.param(wanted, id=f"{wanted[0]}-{wanted[1]}", marks=pytest.mark.long if "Gemma 3" in wanted else ())
+        pytest.param(wanted, id=f"{wanted[0]}-{wanted[1]}", marks=() if "Llama" in wanted else pytest.mark.long)
         for wanted in MEASURED
     ],
 )

@@ -42,7 +42,7 @@ def test_bytes_that_leave_the_card_are_the_host_s_and_come_twice_a_pass(method: 
         assert found.visiting == pytest.approx(found.case.accumulation * fetched)
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("method", ["qlora", pytest.param("lora", marks=pytest.mark.long)])
 def test_auto_streams_as_few_layers_as_leave_what_is_preferred_or_else_the_margin(method: str) -> None:
     whole, least = planned(method, 0).nearest.total, planned(method, LAYERS).nearest.total
     card = replace(LARGE, usable=int(0.98 * whole))

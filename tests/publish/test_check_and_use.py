@@ -133,12 +133,12 @@ def test_an_adapter_to_generate_with(
 @pytest.mark.parametrize(
     ("file", "folder"),
     [
-        (CONFIG, "adapter"),
         ("model.safetensors", "base"),
         ("tokenizer.json", "_staging"),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in (
+                (CONFIG, "adapter"),
                 (ADAPTER, "adapter"),
                 ("model.safetensors", "_staging"),
                 ("config.json", "_staging"),
@@ -202,8 +202,7 @@ def the_hub() -> Iterator[LoopbackHub]:
     "file",
     [
         ADAPTER,
-        "tokenizer.json",
-        *(pytest.param(each, marks=pytest.mark.long) for each in (CONFIG, "chat_template.jinja")),
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("tokenizer.json", CONFIG, "chat_template.jinja")),
     ],
 )
 def test_a_file_of_a_result_that_is_pushed(

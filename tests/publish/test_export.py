@@ -263,7 +263,7 @@ def test_experts_that_llama_cpp_would_weigh_otherwise_are_refused(tmp_path: Path
 
 
 @needs_converter
-@pytest.mark.parametrize("spaces", ["before every text", "before the first word"])
+@pytest.mark.parametrize("spaces", ["before every text", pytest.param("before the first word", marks=pytest.mark.long)])
 def test_spaces_that_llama_cpp_sets_otherwise_are_said(
     spaces: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,6 +124,7 @@ torch.cuda.synchronize()
 """
 
 
+@pytest.mark.long
 def test_operators_by_the_cpus_code_are_counted_on_request(tmp_path: Path) -> None:
     """An addition of 4,000 bytes reads two operands and writes one; a cast is a copy."""
     try:
