@@ -193,6 +193,7 @@ def test_the_parts_of_a_batch_with_pictures_have_their_own_pixels(tmp_path: Any)
             answers = {"prompt": [asked], "chosen": [said], "rejected": [{**said, "content": "No."}]}
             rows.append({"images": seen[number], **(answers if pairs else {"messages": [asked, said]})})
         batch = dict(collator(rows))
+        assert batch[IN_ROW][:, 1].tolist() == [count * pictures.TOKENS for count in counts]
         pixels = batch["pixel_values"].split(4)  # of both answers of each pair
         assert len(pixels) == 1 + pairs
         parts = split(batch, 4, labels_shifted=True, pairs=pairs)
