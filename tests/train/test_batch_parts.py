@@ -14,7 +14,7 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as CollatorOfRe
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_rocm_tune.train.oom import group, layout, split
-from tests import pictures
+from tests import pictures, tiny
 
 # The long way round: which labels count, as `Trainer._get_num_items_in_batch` has it.
 ROWS = [
@@ -237,3 +237,34 @@ def test_pixels_are_known_by_their_ratio_to_the_placeholders(kind: str) -> None:
             assert torch.equal(part.inputs["pixel_values"], pixels["pixel_values"][list(own)])
     if kind == "patches":
         assert [len(part.inputs.get("image_grid_thw", ())) for part in parts] == [1, 0, 2]
+
+
+def test_two_pictures_in_one_row_of_two_are_an_entry_of_that_row() -> None:
+    """Idefics3's processor stacks the pictures of a row, so that two rows and two pictures both make two entries."""
+    from transformers import Idefics3ImageProcessorPil, Idefics3Processor
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    from hf_rocm_tune.data.picture_batches import IN_ROW, PictureCollator
+    from hf_rocm_tune.data.pictures import PictureRows
+
+    tokenizer = tiny.build_tokenizer()
+    special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}}
+    processor = Idefics3Processor(
+        image_processor=Idefics3ImageProcessorPil(**sizes, do_image_splitting=False),
+        tokenizer=tokenizer,
+        image_seq_len=4,
+        chat_template=pictures.TEMPLATE,
+    )
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    stock = DataCollatorForVisionLanguageModeling(processor)
+    collator = PictureCollator(stock, PictureRows(as_rgb=True), placeholders=frozenset([image]))
+    shown = [pictures.picture(number) for number in range(2)]
+    rows = [{"images": [], "messages": pictures.turns(0)}, {"images": shown, "messages": pictures.turns(1)}]
+    batch = dict(collator(rows))
+    pixels = batch["pixel_values"]
+    assert pixels.shape[:2] == (2, 2)  # rows, and the most pictures of a row
+    without, whole = split(batch, 2, labels_shifted=True)
+    assert not {"pixel_values", IN_ROW} & without.inputs.keys()
+    assert torch.equal(whole.inputs["pixel_values"], pixels[1:])
