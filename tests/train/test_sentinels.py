@@ -70,6 +70,18 @@ def test_a_flipped_bit_is_found_within_one_period_and_named(
     assert sentinel.check_all() == changed(name)
 
 
+def test_a_weight_that_has_another_one_s_memory_is_no_new_baseline() -> None:
+    """Its bytes came verified, but as those of another weight."""
+    held = tensors(30, 30, 30)
+    sentinel = watch(held, period=1, explain=lambda *_: "came through the mover")
+    held["t0"].data = held["t2"].data
+    assert sentinel.check_all() == [Change("frozen", "t0", "replaced")]
+    held = tensors(30, 30)
+    sentinel = watch(held, period=1, explain=lambda *_: "came through the mover")
+    held["t0"].data = torch.rand(30)
+    assert sentinel.check_all() == []
+
+
 def test_a_replaced_tensor_is_no_new_baseline_unless_it_is_explained() -> None:
     """Explained is a rotary table that grows, say; anything else would train on with unknown bytes."""
     held = tensors(10, 20, 30)
