@@ -360,6 +360,7 @@ class VerifiedTransferMixin(_Base):
         own = is_foreign(type(self)) or any(is_foreign(type(each)) for each in self.callback_handler.callbacks)
         schedule = Schedule(self.lr_scheduler, self.optimizer, self.args, max_steps, excused=own)
         self._updates.watch(self.optimizer, names, schedule)
+        self._updates.watch_scaler(self.accelerator.scaler if self.accelerator.mixed_precision == "fp16" else None)
         self._adapter_settings = AdapterSettings(self.model)
         changed = partial(self._sentinel.check_all, step, "their checksums are computed")
         self._arithmetic.prepare(self, changed)

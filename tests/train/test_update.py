@@ -415,6 +415,36 @@ def test_a_scale_that_is_not_taken_out_is_found(wrong: bool) -> None:
     assert judged(checks) == (StepVerdict.REPEAT if wrong else StepVerdict.GO_ON)
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1.001, float("nan")])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_loss_that_is_multiplied_with_another_scale_is_found(factor: float, at: int) -> None:
+    """One of two micro-batches; the next step is right, with another scale."""
+    rows = parameters(torch.float32)
+    optimizer = torch.optim.AdamW(rows)
+    scaler, losses = Scaler(), itertools.count()
+    stock = scaler.scale
+
+    def scale(outputs: Any) -> Any:
+        wrong = outputs.requires_grad and next(losses) == at
+        return stock(outputs) * (factor if wrong else 1.0)
+
+    scaler.scale = scale  # type: ignore[method-assign]
+    checks = watched(optimizer)
+    checks.watch_scaler(scaler)
+
+    def clipped(given: list[Any], norm: float) -> Any:
+        scaler.unscale_(optimizer)
+        return torch.nn.utils.clip_grad_norm_(given, norm)
+
+    for step in range(2):
+        for _ in range(2):
+            scaler.scale(sum((each**2).sum() for each in rows)).backward()
+        clipper(checks, clipped, lambda: scaler.scale(torch.ones(())))(rows, 0.5)
+        assert judged(checks) == (StepVerdict.GO_ON if step or factor == 1.0 else StepVerdict.REPEAT)
+        optimizer.zero_grad()
+        scaler.update(7.0)
+
+
 def test_large_gradients_have_their_norm_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_rocm_tune.train.update.clipping.NORM_BYTES", 1000)
     rows = parameters(torch.float32)

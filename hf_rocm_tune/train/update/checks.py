@@ -17,12 +17,16 @@ from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.train.arithmetic import StepVerdict
 from hf_rocm_tune.train.update.clipping import ClippingCheck
-from hf_rocm_tune.train.update.comparison import ELEMENTS, TENSORS, Awaited, Elements, Recomputed, copied
+from hf_rocm_tune.train.update.comparison import ELEMENTS, TENSORS, TINY, Awaited, Elements, Recomputed, copied
 from hf_rocm_tune.train.update.optimizers import BLOCK, SGD, Update, definition_of
 
 if TYPE_CHECKING:
     from hf_rocm_tune.train.update.schedule import Schedule
     from hf_rocm_tune.transfer import TransferReport
+
+
+_LOSSES = 64  # the last ones of a step that are compared with the scaler's scale
+_SCALED, _LARGEST = 1e-6, 1e38  # how far a product in float32 may be off, relative; what it can have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,8 @@ class UpdateChecks:
         self._updated: list[Awaited] = []  # of the last update
         self._clipped: list[Awaited] = []  # of this step's clipping
         self._clipping: ClippingCheck | None = None
+        self._scaler: Any = None
+        self._scaled: list[Tensor] = []  # each loss since the last update, and what fp16's scaler has made of it
         self._names: Mapping[int, str] = {}
         self._repeated = False
         self.failure = ""
@@ -104,6 +110,21 @@ class UpdateChecks:
             optimizer.register_step_post_hook(lambda owner, *_: self._after_update(owner)),
         ]
 
+    def watch_scaler(self, scaler: Any) -> None:
+        """Have each loss that fp16's scaler multiplies compared at the next clipping; None: there is no scaler."""
+        if scaler is None or scaler is self._scaler or not self._on:
+            return
+        self._scaler, stock = scaler, scaler.scale
+
+        def scale(outputs: Any) -> Any:
+            made = stock(outputs)
+            if isinstance(outputs, Tensor) and outputs.requires_grad and not outputs.dim():
+                self._scaled = self._scaled[1 - _LOSSES :]
+                self._scaled.append(torch.stack([outputs.detach().double(), made.detach().double()]))
+            return made
+
+        scaler.scale = scale
+
     def clipping(self, stock: Callable[..., Any], scale: Callable[[], Tensor | None]) -> Callable[..., Any]:
         """``Accelerator.clip_grad_norm_``, watched. ``scale``: what gradients are multiplied with until then."""
 
@@ -112,7 +133,11 @@ class UpdateChecks:
             if self._clipping is None or not self._handles or arguments or keywords:
                 return stock(parameters, max_norm, *arguments, **keywords)
             with torch.no_grad():
-                norm, self._clipped = self._clipping.clip(stock, parameters, max_norm, scale())
+                factor = scale()
+                norm, self._clipped = self._clipping.clip(stock, parameters, max_norm, factor)
+                scaled, self._scaled = self._scaled, []
+                if factor is not None and scaled and {each.device for each in scaled} == {factor.device}:
+                    self._clipped.append(Awaited(torch.cat([*scaled, factor.double().reshape(1)]), _wrong_scale))
             return norm
 
         return clip
@@ -123,7 +148,7 @@ class UpdateChecks:
         if self.schedule is not None and (wrong := self.schedule.wrong()) is not None:
             self._record("learning rates", wrong, "stopped")
             raise CorruptionError(self.failure)
-        self._samples = []
+        self._samples, self._scaled = [], []
         if self.refusal is not None:
             return
         for group, whole in self._drawn.sample(self._rows, min(TENSORS, len(self._rows))):
@@ -276,6 +301,16 @@ class UpdateChecks:
             f"{text}. Nothing of it was saved: the same command goes on from the newest checkpoint; if it happens "
             "again, run hf-rocm-tune doctor --full"
         )
+
+
+def _wrong_scale(numbers: Any) -> str | None:
+    """``numbers``: pairs of a loss and what the scaler has made of it, and the scale at the end."""
+    scale = float(numbers[-1])
+    for loss, made in numbers[:-1].reshape(-1, 2).tolist():
+        wanted = loss * scale
+        if abs(wanted) < _LARGEST and not abs(made - wanted) <= _SCALED * abs(wanted) + TINY:
+            return f"fp16's scaler has multiplied a loss of {loss:.6g} to {made:.6g} instead of {wanted:.6g}"
+    return None
 
 
 def _by_device(parts: list[Awaited]) -> list[list[Awaited]]:
