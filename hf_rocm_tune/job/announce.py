@@ -44,6 +44,8 @@ from hf_rocm_tune.train.telemetry import describe_device
 from hf_rocm_tune.transfer import triton_refusal
 
 if TYPE_CHECKING:
+    import torch
+
     from hf_rocm_tune.data.sources import Splits
     from hf_rocm_tune.settings.arguments import Arguments
     from hf_rocm_tune.train.trainer import VerifiedTransferMixin
@@ -63,7 +65,7 @@ _IN_OUR_WORDS: dict[str, str] = {
     "answer, and learned with it: end prompts where a token ends (a space belongs to the answer), or use chat messages",
     "Cloning chat template added new tokens": "warning: the output layer is not trained on the added tokens: give "
     "--lora_modules_to_save lm_head if the answers lack them",
-    "Token indices sequence length is longer": "",  # what --max_length cuts is told
+    "Token indices sequence length is longer": "",  # what --max_length cuts is printed
     "The new embeddings will be initialized": "",
     "The new lm_head weights will be initialized": "",
     "Repo card metadata block": "",  # of a dataset's page
@@ -81,7 +83,7 @@ def speak_for_libraries() -> None:
 
 
 def _said_in_our_words(record: logging.LogRecord) -> bool:
-    """False for a message that is told otherwise; a message of TRL's loses its rank."""
+    """False for a message that is printed otherwise; a message of TRL's loses its rank."""
     message = re.sub(r"^\[RANK \d+\] ", "", record.getMessage())
     for begin, words in _IN_OUR_WORDS.items():
         if message.startswith(begin):
@@ -94,7 +96,10 @@ def _said_in_our_words(record: logging.LogRecord) -> bool:
 
 def say_of_this_rank(*lines: str) -> None:
     """Prints lines on every rank that calls it, for findings about this rank's own card."""
-    _print(f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "", lines)
+    rank = ""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        rank = f"rank {os.environ.get('RANK', '0')}: "
+    _print(rank, lines)
 
 
 def _print(rank: str, lines: Iterable[str]) -> None:
@@ -106,39 +111,66 @@ def _print(rank: str, lines: Iterable[str]) -> None:
 def settings(arguments: Arguments, data: str, mover: Mover) -> list[str]:
     """Lines printed before the model is loaded: data, device, batch, verification, defaults that differ from TRL's."""
     training = arguments.training
-    device = describe_device(mover.device)
-    memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if "memory_bytes" in device else ""
-    micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     ranks = training.world_size
-    shares = 1 if arguments.strategy().shares_rows else ranks  # all ranks get the same rows
     lines = [
         f"data {data}",
-        f"device {device['type']} ({device['name']}{memory}), {ranks} process{'es' if ranks > 1 else ''}, "
-        f"batch {micro} x {accumulation} accumulated x {shares} = {micro * accumulation * shares} effective, "
-        f"verification {mover.settings.verify}",
+        f"device {_device_text(mover.device)}, {ranks} process{'es' if ranks > 1 else ''}, "
+        f"batch {_batch_text(arguments)}, verification {mover.settings.verify}",
     ]
     sync = arguments.grad_sync
     if ranks > 1 and (sync.method, sync.compression) != ("ddp", "none"):
         where = "through host memory, over gloo" if sync.method == "host" else "by DistributedDataParallel"
         lines.append(f"gradients are averaged {where}, compression {sync.compression}")
-    if mover.device.type != "cpu" and (refusal := triton_refusal(mover.device)):
-        lines.append(f"{refusal}; loss and digests are computed without Triton, which is slower")
-    if training.bf16 and (choice := products.choose(mover.device)) is not None:
-        lines.append(choice.describe())
-    if (faults := mover.fault_injection()) is not None:
+    if mover.device.type != "cpu":
+        refusal = triton_refusal(mover.device)
+        if refusal:
+            lines.append(f"{refusal}; loss and digests are computed without Triton, which is slower")
+    if training.bf16:
+        choice = products.choose(mover.device)
+        if choice is not None:
+            lines.append(choice.describe())
+    faults = mover.fault_injection()
+    if faults is not None:
         lines.append(f"faults are injected on request: {faults}")
+    lines += _defaults_lines(arguments)
+    return lines
+
+
+def _device_text(device: torch.device) -> str:
+    facts = describe_device(device)
+    memory = ""
+    if "memory_bytes" in facts:
+        memory = f", {facts['memory_bytes'] / 2**30:.1f} GiB"
+    return f"{facts['type']} ({facts['name']}{memory})"
+
+
+def _batch_text(arguments: Arguments) -> str:
+    training = arguments.training
+    micro_batch = training.per_device_train_batch_size
+    accumulation = training.gradient_accumulation_steps
+    shares = training.world_size
+    if arguments.strategy().shares_rows:  # all ranks get the same rows
+        shares = 1
+    effective = micro_batch * accumulation * shares
+    return f"{micro_batch} x {accumulation} accumulated x {shares} = {effective} effective"
+
+
+def _defaults_lines(arguments: Arguments) -> list[str]:
+    """The defaults that differ from TRL's: in one line, or with ``-v`` a line with its reason for every one."""
+    rows = arguments.differences
     if arguments.tune.verbose:
-        return lines + [
-            f"default {row.name}={row.ours} (trl {arguments.method}: {row.trl}): {row.reason}"
-            for row in arguments.differences
-        ]
-    ours = ", ".join(f"{row.name}={row.ours}" for row in arguments.differences)
-    return [*lines, f"defaults other than trl's: {ours} (-v says why)"] if ours else lines
+        return [f"default {row.name}={row.ours} (trl {arguments.method}: {row.trl}): {row.reason}" for row in rows]
+    if not rows:
+        return []
+    ours = ", ".join(f"{row.name}={row.ours}" for row in rows)
+    return [f"defaults other than trl's: {ours} (-v says why)"]
 
 
 def resumption(checkpoint: Path) -> str:
     """The line of a run that continues; how far it is stands in the checkpoint's ``trainer_state.json``."""
-    attested = "verified" if (checkpoint / MANIFEST_NAME).exists() else "not attested: it has no manifest"
+    attested = "not attested: it has no manifest"
+    if (checkpoint / MANIFEST_NAME).exists():
+        attested = "verified"
     with suppress(OSError, ValueError, KeyError, TypeError):  # of another program, or damaged: loading it says so
         steps = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
         return f"continues from {checkpoint.name} of {steps:,} steps ({attested})"
@@ -162,9 +194,13 @@ def method(trainer: VerifiedTransferMixin) -> str:
         return "full fine-tuning"
     config = next(iter(configs.values()))
     base = trainer.model.get_base_model()
-    name = "DoRA" if getattr(config, "use_dora", False) else config.peft_type.value.replace("LORA", "LoRA")
-    if bits := [bits for bits in (4, 8) if getattr(base, f"is_loaded_in_{bits}bit", False)]:
-        name = f"Q{name} ({bits[0]}-bit)"
+    name = config.peft_type.value.replace("LORA", "LoRA")
+    if getattr(config, "use_dora", False):
+        name = "DoRA"
+    if getattr(base, "is_loaded_in_4bit", False):
+        name = f"Q{name} (4-bit)"
+    elif getattr(base, "is_loaded_in_8bit", False):
+        name = f"Q{name} (8-bit)"
     elif any(is_packed(experts) for _, experts in experts_of(base)):
         name += " (experts in MXFP4)"
     return f"{name}, r={getattr(config, 'r', '-')}, alpha={getattr(config, 'lora_alpha', '-')}"
@@ -184,24 +220,40 @@ def check_machine(
     """Check this machine, on its first rank. Nothing runs on the card, and a failure does not stop the run."""
     if os.environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
         return ()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if doctor:
         software = read_software(in_process=True)
-        reader = threading.Thread(target=lambda: found.extend(_read(software)), name="doctor", daemon=True)
-        reader.start()
-        reader.join(deadline_s)
-        if reader.is_alive():
-            reason = f"reading the kernel's files took more than {deadline_s:g} seconds; try `hf-rocm-tune doctor`"
-            found = [replace(unknown(reason), check="machine")]
-        for each in found:
-            known = not software.devices and each.row in _ON_THE_PROCESSOR
-            if each.status in ("warn", "fail") and each.check != _VARIABLES and not known:
-                fix, label = f"; {each.fix}" if each.fix else "", "warning" if each.status == "warn" else "failure"
-                say(" ".join(f"{label}: {each.title}: {each.text}{fix} ({each.source})".split()))
-    printed = {finding.subject for finding in found if finding.check == _VARIABLES}
+        findings = _read_in_time(software, deadline_s)
+        for finding in findings:
+            known = not software.devices and finding.row in _ON_THE_PROCESSOR
+            if finding.status in ("warn", "fail") and finding.check != _VARIABLES and not known:
+                say(_warning(finding))
+    printed = {finding.subject for finding in findings if finding.check == _VARIABLES}
     # Only this process knows of variables that were set too late, and of cards that could not be chosen.
-    late = [one for one in variables.DECISIONS if one.action in ("warn", "error") and one.variable not in printed]
-    return tuple(finding.to_dict() for finding in [*found, *(of_decision(one) for one in late)])
+    for decision in variables.DECISIONS:
+        if decision.action in ("warn", "error") and decision.variable not in printed:
+            findings.append(of_decision(decision))
+    return tuple(finding.to_dict() for finding in findings)
+
+
+def _read_in_time(software: Software, deadline_s: float) -> list[Finding]:
+    """The findings of `_read`; after ``deadline_s`` one that says that it takes too long."""
+    findings: list[Finding] = []
+    reader = threading.Thread(target=lambda: findings.extend(_read(software)), name="doctor", daemon=True)
+    reader.start()
+    reader.join(deadline_s)
+    if reader.is_alive():
+        reason = f"reading the kernel's files took more than {deadline_s:g} seconds; try `hf-rocm-tune doctor`"
+        return [replace(unknown(reason), check="machine")]
+    return findings
+
+
+def _warning(finding: Finding) -> str:
+    """A finding in one line."""
+    label = "warning" if finding.status == "warn" else "failure"
+    fix = f"; {finding.fix}" if finding.fix else ""
+    line = f"{label}: {finding.title}: {finding.text}{fix} ({finding.source})"
+    return " ".join(line.split())
 
 
 def _read(software: Software) -> list[Finding]:
@@ -253,16 +305,19 @@ class RunOutputs:
 
     def write_result(self, directory: Path) -> list[str]:
         """Write report, log, picture and ``README.md`` of the finished run; returns their names. Collective."""
-        content = self.content = report.build(self.trainer, self.facts, gather=True)
+        content = report.build(self.trainer, self.facts, gather=True)
+        self.content = content
         if not self.trainer.is_world_process_zero():
             return []
         report.write(content, directory)
-        written, run = [report.FILE_NAME, *self._write_texts(directory)], self._run(content, finished=True)
+        written = [report.FILE_NAME, *self._write_texts(directory)]
+        run = self._run(content, finished=True)
         with self._failures_reported(LOG_NAME):
             written.append(write_log(run).name)
         self.trainer.beat("save")  # the first picture takes seconds on a busy machine
         with self._failures_reported("the picture of the loss"):
-            if (panel := loss_panel(run)) is not None:
+            panel = loss_panel(run)
+            if panel is not None:
                 write_png(panel, self._output_dir / PICTURE_NAME)
                 written.append(PICTURE_NAME)
         self.trainer.beat("save")
@@ -291,7 +346,9 @@ class RunOutputs:
     def _write_generation(self, directory: Path) -> list[str]:
         """Write an adapter's ``generation_config.json``: a whole model's is written with the model."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
-        config = getattr(model.get_base_model(), "generation_config", None) if hasattr(model, "peft_config") else None
+        if not hasattr(model, "peft_config"):
+            return []
+        config = getattr(model.get_base_model(), "generation_config", None)
         if config is None:
             return []
         write_text_atomic(directory / GENERATION_FILE, config.to_json_string())
@@ -302,7 +359,8 @@ class RunOutputs:
         return Path(self.arguments.training.output_dir)
 
     def _run(self, content: Mapping[str, Any], *, finished: bool = False) -> Run:
-        state, training = self.trainer.state, self.arguments.training
+        state = self.trainer.state
+        training = self.arguments.training
         return Run(
             directory=self._output_dir,
             run_id=self.facts.run_id,
@@ -343,20 +401,25 @@ class RunOutputs:
     def _trained(self) -> dict[str, Any]:
         """What was trained, without names and paths."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
-        adapted = hasattr(model, "peft_config")
-        base = model.get_base_model() if adapted else model
+        base = model
+        adapter_dtype = None
+        resized_to = None
+        if hasattr(model, "peft_config"):
+            base = model.get_base_model()
+            adapter_dtype = _adapter_dtype(model)
+            rows = getattr(base.config.get_text_config(), "vocab_size", None)
+            if rows != self.facts.vocabulary:
+                resized_to = rows
         trainable, total = trainable_parameters(model)
-        dtypes = sorted({_bare(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
-        rows = getattr(base.config.get_text_config(), "vocab_size", None)
         return {
             "method": method(self.trainer),
             "model_class": type(base).__name__,
             "trainable": trainable,
             "parameters": total,  # with the adapter
             "dtype": _bare(getattr(base.config, "dtype", None) or base.dtype),  # of the weights, or of computing
-            "adapter_dtype": next((one for one in dtypes if one != "float32"), "float32") if adapted else None,
+            "adapter_dtype": adapter_dtype,
             "quantization": _quantization(base.config),
-            "resized_to": rows if adapted and rows != self.facts.vocabulary else None,  # token embeddings of the base
+            "resized_to": resized_to,  # token embeddings of the base
             "chat_template": bool(getattr(self.trainer.processing_class, "chat_template", None)),
             "packed_experts": any(is_packed(experts) for _, experts in experts_of(base)),  # only we load them
         }
@@ -381,16 +444,28 @@ def _as_list_or_text(value: Any) -> list[Any] | str:
     return sorted(value) if isinstance(value, set) else str(value)
 
 
+def _adapter_dtype(model: Any) -> str:
+    """The dtype of the trained parameters: the one beside float32, where there is one."""
+    dtypes = {_bare(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad}
+    dtypes.discard("float32")
+    return min(dtypes, default="float32")
+
+
 def _quantization(config: Any) -> dict[str, Any] | None:
     """Arguments of BitsAndBytesConfig, as plain values."""
-    if (found := getattr(config, "quantization_config", None)) is None:
+    values = getattr(config, "quantization_config", None)
+    if values is None:
         return None
-    values = found if isinstance(found, dict) else found.to_dict()
-    if not values.get("load_in_4bit"):
-        return {"load_in_8bit": True} if values.get("load_in_8bit") else None
-    wanted = ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
-    dtype = _bare(values.get("bnb_4bit_compute_dtype", "float32"))
-    return {name: values[name] for name in wanted if values.get(name)} | {"bnb_4bit_compute_dtype": dtype}
+    if not isinstance(values, dict):
+        values = values.to_dict()
+    if values.get("load_in_4bit"):
+        names = ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+        arguments = {name: values[name] for name in names if values.get(name)}
+        arguments["bnb_4bit_compute_dtype"] = _bare(values.get("bnb_4bit_compute_dtype", "float32"))
+        return arguments
+    if values.get("load_in_8bit"):
+        return {"load_in_8bit": True}
+    return None
 
 
 def _bare(dtype: Any) -> str:

@@ -48,37 +48,52 @@ Say = Callable[..., None]
 class Demand(NamedTuple):
     """What the user's settings require of the choice."""
 
-    each: int  # sequences of one optimizer step on one rank
+    sequences: int  # of one optimizer step on one rank
     micro_batch: int | None  # as the user set it; None: to be chosen
     checkpointing: bool | None  # likewise
 
 
-_MICRO_BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
-_CHECKPOINTING = {f"{name}_checkpointing{more}" for name in ("activation", "gradient") for more in ("", "_kwargs")}
+_MICRO_BATCH = "per_device_train_batch_size"
+_ACCUMULATION = "gradient_accumulation_steps"
+_CHECKPOINTING = {
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+}
 
 
 def demand(arguments: Arguments) -> Demand:
     """What the user requires, from the flags' values and the names of those that the user set."""
-    tune, training, ranks = arguments.tune, arguments.training, arguments.training.world_size
-    micro_batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    tune, training = arguments.tune, arguments.training
     given = {name: getattr(training, name) for name in (_MICRO_BATCH, _ACCUMULATION) if name in arguments.given}
     if tune.effective_batch is None:
-        each, kept = micro_batch * accumulation, micro_batch if given else None
+        sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        micro_batch = training.per_device_train_batch_size if given else None
     else:
-        each, rest = divmod(tune.effective_batch, ranks)
-        if rest:
-            raise UsageError(
-                f"--effective_batch {tune.effective_batch} cannot be divided evenly over {ranks} processes"
-            )
-        kept = given.get(_MICRO_BATCH) or (max(1, each // accumulation) if given else None)
-        steps = given.get(_ACCUMULATION) or max(1, each // (kept or 1))
-        if kept is not None and kept * steps != each:
-            flags = " and ".join(f"--{name} {value}" for name, value in given.items())
-            raise UsageError(
-                f"--effective_batch {tune.effective_batch} on {ranks} rank(s) cannot be made with {flags}: drop one"
-            )
-    checkpointing = recompute.is_chosen(training) if _CHECKPOINTING & {*arguments.given} else None
-    return Demand(each, kept, checkpointing if tune.recompute is None else True)
+        sequences, micro_batch = _of_effective_batch(tune.effective_batch, given, training)
+    checkpointing = None
+    if tune.recompute is not None:
+        checkpointing = True
+    elif _CHECKPOINTING & {*arguments.given}:
+        checkpointing = recompute.is_chosen(training)
+    return Demand(sequences, micro_batch, checkpointing)
+
+
+def _of_effective_batch(effective: int, given: Mapping[str, int], training: Any) -> tuple[int, int | None]:
+    """Sequences of a step on one rank, and the micro-batch where it follows from what the user has ``given``."""
+    ranks = training.world_size
+    sequences, rest = divmod(effective, ranks)
+    if rest:
+        raise UsageError(f"--effective_batch {effective} cannot be divided evenly over {ranks} processes")
+    if not given:
+        return sequences, None
+    micro_batch = given.get(_MICRO_BATCH) or max(1, sequences // training.gradient_accumulation_steps)
+    accumulation = given.get(_ACCUMULATION) or max(1, sequences // micro_batch)
+    if micro_batch * accumulation != sequences:
+        flags = " and ".join(f"--{name} {value}" for name, value in given.items())
+        raise UsageError(f"--effective_batch {effective} on {ranks} rank(s) cannot be made with {flags}: drop one")
+    return sequences, micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +114,8 @@ class Choice:
     def from_record(cls, values: Mapping[str, Any]) -> Choice:
         """The choice in ``run.json``."""
         try:
-            mix = values["recompute"]
-            return cls(**{**values, "recompute": mix and tuple(mix)})
+            layers = values["recompute"]
+            return cls(**{**values, "recompute": layers and tuple(layers)})
         except (KeyError, TypeError) as error:
             raise UsageError(
                 f"run.json holds a choice of --auto_fit that cannot be used ({error}): choose another --output_dir, or "
@@ -133,10 +148,12 @@ def before_loading(
     else:
         budget = _budget(training.device, tune.auto_fit_gib, libraries)
         if budget is None:
-            sizes = range(training.per_device_train_batch_size, 0, -1)
-            micro_batch = wanted.micro_batch or next(size for size in sizes if wanted.each % size == 0)
+            micro_batch = wanted.micro_batch
+            if not micro_batch:  # the largest that divides the step
+                sizes = range(training.per_device_train_batch_size, 0, -1)
+                micro_batch = next(size for size in sizes if wanted.sequences % size == 0)
             training.per_device_train_batch_size = micro_batch
-            training.gradient_accumulation_steps = wanted.each // micro_batch
+            training.gradient_accumulation_steps = wanted.sequences // micro_batch
             say("auto-fit: there is no card, so nothing is chosen; --auto_fit_gib N plans for N GiB")
             return None
         choice = on_main_process(lambda: _planned(arguments, wanted, budget, say=say, pictures=pictures))
@@ -159,36 +176,49 @@ def _planned(
     pictures: Any = (0, ()),
 ) -> Choice:
     """The plan's choice."""
-    card, training = _card_of(budget), arguments.training
-    platform, evaluates = _platform(training.device), training.eval_strategy != "no"
-    given = evaluates and "per_device_eval_batch_size" in arguments.given
+    training = arguments.training
+    platform = _platform(training.device)
+    evaluates = training.eval_strategy != "no"
+    eval_batch = None
+    if evaluates and "per_device_eval_batch_size" in arguments.given:
+        eval_batch = training.per_device_eval_batch_size
+    placeholders, picture_tensors = pictures
     request = replace(
         from_training(arguments.resolved(), trainer=arguments.method, cards=training.world_size, platform=platform),
-        effective_batch=wanted.each * training.world_size,
+        effective_batch=wanted.sequences * training.world_size,
         micro_batch=wanted.micro_batch,
         checkpointing=wanted.checkpointing,
         triton=not triton_refusal(training.device),
         one_pass_loss=arguments.one_pass_loss,
         evaluates=evaluates,
-        eval_batch=training.per_device_eval_batch_size if given else None,
-        placeholders=pictures[0],
-        pictures=pictures[1],
+        eval_batch=eval_batch,
+        placeholders=placeholders,
+        pictures=picture_tensors,
     )
-    plan = plan_for(request, card=card)
-    if pictures[1] and not plan.request.pictures:
+    plan = plan_for(request, card=_card_of(budget))
+    if picture_tensors and not plan.request.pictures:
         say(
             "warning: auto-fit: pictures of this architecture cannot be counted, only their tokens: a step takes more "
             "memory than is planned"
         )
-    found = plan.nearest
+    estimate = plan.nearest
+    case = estimate.case
     if plan.choice is None:
         raise OutOfMemoryError(
-            f"{flag}: nothing fits by estimate: {describe(vars(found.case))} needs {_gib(found.total)} GiB, and "
-            f"{_gib(budget)} GiB are free ({missing(found)}): {advice(plan, training=True)}"
+            f"{flag}: nothing fits by estimate: {describe(vars(case))} needs {_gib(estimate.total)} GiB, and "
+            f"{_gib(budget)} GiB are free ({missing(estimate)}): {advice(plan, training=True)}"
         )
-    names = ("micro_batch", "accumulation", "checkpointing", "recompute", "eval_batch", "streamed")
-    case = {name: getattr(found.case, name) for name in names}
-    return Choice(**case, budget_bytes=budget, predicted_bytes=int(found.allocated), free_bytes=int(found.spare))
+    return Choice(
+        micro_batch=case.micro_batch,
+        accumulation=case.accumulation,
+        checkpointing=case.checkpointing,
+        recompute=case.recompute,
+        eval_batch=case.eval_batch,
+        streamed=case.streamed,
+        budget_bytes=budget,
+        predicted_bytes=int(estimate.allocated),
+        free_bytes=int(estimate.spare),
+    )
 
 
 def _card_of(budget: int) -> CardMemory:
@@ -198,15 +228,18 @@ def _card_of(budget: int) -> CardMemory:
 
 
 def _why(choice: Choice, wanted: Demand, arguments: Arguments) -> list[str]:
-    effective = wanted.each * arguments.training.world_size
+    effective = wanted.sequences * arguments.training.world_size
     lines = [
         f"auto-fit: {describe(vars(choice))} for {effective} sequences a step, fastest by estimate",
         f"auto-fit: predicted peak {_gib(choice.predicted_bytes)} GiB of {_gib(choice.budget_bytes)} GiB available",
     ]
-    if choice.free_bytes is not None and (room := little_room(choice.free_bytes, _card_of(choice.budget_bytes))):
-        lines.append(f"auto-fit: {room}")
+    if choice.free_bytes is not None:
+        warning = little_room(choice.free_bytes, _card_of(choice.budget_bytes))
+        if warning:
+            lines.append(f"auto-fit: {warning}")
     flags = ("torch_compile", "use_liger_kernel", "activation_offloading")
-    if uncounted := [f"--{name}" for name in flags if getattr(arguments.training, name, False)]:
+    uncounted = [f"--{name}" for name in flags if getattr(arguments.training, name, False)]
+    if uncounted:
         lines.append(f"auto-fit: the plan does not count what {' and '.join(uncounted)} would change")
     if arguments.one_pass_loss:
         lines.append("auto-fit: --one_pass_loss true: losses equal TRL's to rounding (with a head that is not trained)")
@@ -220,15 +253,26 @@ def _budget(device: torch.device, gib: float | None, libraries: int) -> int | No
 
     On a CPU only the user's figure counts.
     """
-    bounds, to_come = [] if gib is None else [int(gib * GIB)], 0
+    bounds = []
+    if gib is not None:
+        bounds.append(int(gib * GIB))
+    to_come = 0
     if device.type == "cuda":
-        bounds.append(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+        free, _ = torch.cuda.mem_get_info(device)
+        bounds.append(free + torch.cuda.memory_reserved(device))
         to_come = max(0, CONTEXT_BYTES - libraries)  # kernels and workspaces that a step will still load
-    return -max_over_ranks([to_come - min(bounds)])[0] if bounds else None
+    if not bounds:
+        return None
+    here = min(bounds) - to_come
+    return -max_over_ranks([-here])[0]  # the least of all ranks
 
 
 def _platform(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
+    if device.type == "cpu":
+        return "cpu"
+    if torch.version.hip:
+        return "hip"
+    return "cuda"
 
 
 def _gib(nbytes: float) -> str:
@@ -240,8 +284,10 @@ def _gib(nbytes: float) -> str:
 
 def check_recomputation(arguments: Arguments, source: ModelSource) -> None:
     """Refuses ``--recompute_layers`` for more layers than the model has."""
-    if (counts := arguments.tune.recompute) is not None:
-        recompute.check(counts, getattr(read_config(source).get_text_config(), "num_hidden_layers", sum(counts)))
+    counts = arguments.tune.recompute
+    if counts is not None:
+        text_config = read_config(source).get_text_config()
+        recompute.check(counts, getattr(text_config, "num_hidden_layers", sum(counts)))
 
 
 # ---- weight streaming ---------------------------------------------------------------------------------------------
@@ -258,9 +304,10 @@ def streamed_layers(
 ) -> Streamed | None:
     """The layers that are streamed; None: none. ``choice`` of ``--auto_fit``; ``libraries``: bytes of the card that
     libraries of this process hold already; ``pictures`` as in `before_loading`. Collective."""
-    training, count = arguments.training, streamed.parse(arguments.tune.stream_weights)
+    count = streamed.parse(arguments.tune.stream_weights)
     if not count:
         return None
+    training = arguments.training
     config = read_config(source)
     stack, layers = stack_of(config, streamed.FLAG, trust_remote_code=source.trust_remote_code)
     from_files = source.quantization is None and getattr(config, "quantization_config", None) is None
@@ -269,19 +316,23 @@ def streamed_layers(
     elif count == streamed.AUTO and arguments.ranks.split_layers is not None:
         raise UsageError(f"{streamed.FLAG} auto is not planned for {FLAG}: give the number of layers")
     elif count == streamed.AUTO:
-        if (budget := _budget(training.device, None, libraries)) is None:
+        budget = _budget(training.device, None, libraries)
+        if budget is None:
             say(f"{streamed.FLAG} auto: there is no card, so nothing is streamed")
             return None
-        size, on = training.per_device_train_batch_size, recompute.is_chosen(training)
-        wanted = Demand(size * training.gradient_accumulation_steps, size, on)
+        micro_batch = training.per_device_train_batch_size
+        sequences = micro_batch * training.gradient_accumulation_steps
+        wanted = Demand(sequences, micro_batch, recompute.is_chosen(training))
         planned = on_main_process(
             lambda: _planned(arguments, wanted, budget, f"{streamed.FLAG} auto", say=say, pictures=pictures)
         )
         count = planned.streamed
         say(f"predicted peak {_gib(planned.predicted_bytes)} GiB of {_gib(budget)} GiB available")
-    fits = f"{streamed.FLAG} auto: everything fits, nothing is streamed"
-    say(f"{count} of {layers} layers are streamed" if count else fits)
-    return Streamed(stack, streamed.spread(count, layers), from_files=from_files) if count else None
+    if not count:
+        say(f"{streamed.FLAG} auto: everything fits, nothing is streamed")
+        return None
+    say(f"{count} of {layers} layers are streamed")
+    return Streamed(stack, streamed.spread(count, layers), from_files=from_files)
 
 
 # ---- one model over several cards -------------------------------------------------------------------------------
@@ -289,14 +340,17 @@ def streamed_layers(
 
 def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
     """The mover of a run, for one device or for the cards of a split."""
-    training, tune, text = arguments.training, arguments.tune, arguments.ranks.split_layers
+    training, tune = arguments.training, arguments.tune
     settings = TransferSettings(verify=tune.verify, on_corruption=tune.on_corruption)
     faults = FaultSpec.from_environment()
-    if text is None:
+    if arguments.ranks.split_layers is None:
         return Mover(training.device, settings=settings, faults=faults)
     config = read_config(source)
     stack, layers = stack_of(config, trust_remote_code=source.trust_remote_code)
-    wanted = counts_for(given, layers) if (given := parse(text)) else None
+    wanted = None
+    given = parse(arguments.ranks.split_layers)
+    if given:
+        wanted = counts_for(given, layers)
     devices = _devices(training.device, len(wanted) if wanted else None, layers)
     training._n_gpu = 1  # with several cards visible transformers would count a batch for each of them
     counts = wanted or even_counts(layers, len(devices))
@@ -310,7 +364,10 @@ def make_mover(arguments: Arguments, source: ModelSource, *, say: Say) -> Mover:
 def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch.device]:
     """The cards to use, the trainer's first; two logical ones on a CPU."""
     on_cards = first.type == "cuda"
-    seen = torch.cuda.device_count() if on_cards else wanted or 2
+    if on_cards:
+        seen = torch.cuda.device_count()
+    else:
+        seen = wanted or 2
     cards = wanted or seen
     if cards < 2 or cards > seen:
         raise UsageError(
@@ -319,14 +376,18 @@ def _devices(first: torch.device, wanted: int | None, layers: int) -> list[torch
         )
     if cards > layers:
         raise UsageError(f"{FLAG}: {layers} layers cannot be distributed over {cards} cards")
-    return [torch.device("cuda", index) if on_cards else first for index in range(cards)]
+    if on_cards:
+        return [torch.device("cuda", index) for index in range(cards)]
+    return [first] * cards
 
 
 def _planned_counts(
     arguments: Arguments, config: Any, devices: Sequence[torch.device], wanted: tuple[int, ...] | None, say: Say
 ) -> tuple[int, ...]:
     """The number of layers on each card; prints the planned memory of each. UsageError: it cannot be planned."""
-    training, on_cards, cards = arguments.training, devices[0].type == "cuda", [_memory_of(each) for each in devices]
+    training = arguments.training
+    on_cards = devices[0].type == "cuda"
+    cards = [_memory_of(device) for device in devices]
     request = replace(
         from_training(arguments.resolved(), platform=_platform(devices[0])),
         triton=not triton_refusal(devices[0]),
@@ -339,8 +400,9 @@ def _planned_counts(
     plan = split_plan(whole, cards=cards, counts=wanted, flights=flights)
     where = f"{len(devices)} cards" if on_cards else f"{len(devices)} logical cards on the CPU"
     say(f"split: {_shared(plan.counts)} on {where}; transfers between them go through the host, verified")
-    if (flights := plan.estimates[0].case.flights) > 1:
-        say(f"split: planned with the activations of {flights} micro-batches in flight")
+    planned_flights = plan.estimates[0].case.flights
+    if planned_flights > 1:
+        say(f"split: planned with the activations of {planned_flights} micro-batches in flight")
     say(*(f"split: planned {line}" for line in plan.lines()))
     if on_cards and not plan.fits:
         say("split: by this plan it does not fit; `hf-rocm-tune plan --cards 2` searches for settings that do")

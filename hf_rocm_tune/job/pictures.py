@@ -75,8 +75,10 @@ class JobPictures:
         )
 
     def lines(self) -> list[str]:
-        """What is told of the pictures."""
-        lines = [line for summary in self.summaries.values() for line in summary.lines()]
+        """What is printed about the pictures."""
+        lines: list[str] = []
+        for summary in self.summaries.values():
+            lines += summary.lines()
         if self.summaries and not self.loss_on_placeholders:
             lines.append("placeholder tokens of pictures do not count in the loss (TRL: --loss_on_picture_tokens)")
         if self.summaries and self.last_answer:
@@ -131,7 +133,7 @@ def looked_through(
             say("the chat template has no marks: the assistant's turns are found by their prefixes")
     else:
         turns_only = False
-    found = JobPictures(
+    prepared = JobPictures(
         rows=PictureRows(
             folders=_folders(arguments),
             tags=any(pictures.tagged(rows) for rows in (train, evaluation) if rows is not None),
@@ -148,23 +150,25 @@ def looked_through(
         summaries={},
         lengths={},
     )
-    tokens, summaries, lengths = {}, {}, {}
+    tokens = {}
+    summaries = {}
+    lengths = {}
     for split, rows in (("train", train), ("eval", evaluation)):
         if rows is None:
             continue
-        collator = found.around(_stock_collator(arguments, processor, rows), [])
-        looked = on_main_process(partial(_look, rows, collator, split, say))
-        lengths[split] = looked.lengths
+        collator = prepared.around(_stock_collator(arguments, processor, rows), [])
+        result = on_main_process(partial(_look_through_split, rows, collator, split, say))
+        lengths[split] = result.lengths
         if split == "train":
-            found = replace(found, largest=looked.largest, small=looked.small)
-        if looked.tokens is not None:
-            tokens[split] = looked.tokens
-        if looked.pictures is not None:
-            summaries[split] = looked.pictures
-    return replace(splits, pictures=replace(found, tokens=tokens, summaries=summaries, lengths=lengths))
+            prepared = replace(prepared, largest=result.largest, small=result.small)
+        if result.tokens is not None:
+            tokens[split] = result.tokens
+        if result.pictures is not None:
+            summaries[split] = result.pictures
+    return replace(splits, pictures=replace(prepared, tokens=tokens, summaries=summaries, lengths=lengths))
 
 
-def _look(rows: Rows, collator: PictureCollator, split: str, say: Callable[..., None]) -> Any:
+def _look_through_split(rows: Rows, collator: PictureCollator, split: str, say: Callable[..., None]) -> Any:
     """Look through one split, with a line that is rewritten in a terminal."""
     total = len(rows) if hasattr(rows, "__len__") else 0
     if total >= _BAR_ROWS:
@@ -173,7 +177,8 @@ def _look(rows: Rows, collator: PictureCollator, split: str, say: Callable[..., 
 
     def progress(done: int) -> None:
         if shown and (done % 50 == 0 or done == total):
-            print(f"\r  {done:,} of {total:,} rows", end="\n" if done == total else "", file=sys.stderr, flush=True)
+            end = "\n" if done == total else ""
+            print(f"\r  {done:,} of {total:,} rows", end=end, file=sys.stderr, flush=True)
 
     return look_through(rows, collator, split, progress=progress)
 
@@ -187,11 +192,27 @@ def _folders(arguments: Arguments) -> tuple[Path, ...]:
         return (folder.absolute(),)
     names = [arguments.script.dataset_name]
     for part in arguments.mixture.datasets or ():
-        given = part.data_files.values() if isinstance(part.data_files, Mapping) else [part.data_files]
-        files = [each for some in given for each in (some if isinstance(some, list | tuple) else [some])]
-        names += [part.data_dir, *files, part.path]
-    paths = [expand_user(name).absolute() for name in names if name]
-    return tuple(path if path.is_dir() else path.parent for path in paths if path.exists())
+        names += [part.data_dir, *_file_names(part.data_files), part.path]
+    folders = []
+    for name in names:
+        path = expand_user(name).absolute() if name else None
+        if path is not None and path.exists():
+            folders.append(path if path.is_dir() else path.parent)
+    return tuple(folders)
+
+
+def _file_names(data_files: Any) -> list[Any]:
+    """The files of a source in a mixture: one, a list, or one or a list for every split."""
+    entries = [data_files]
+    if isinstance(data_files, Mapping):
+        entries = list(data_files.values())
+    names: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, list | tuple):
+            names.extend(entry)
+        else:
+            names.append(entry)
+    return names
 
 
 def _stock_collator(arguments: Arguments, processor: Any, rows: Rows) -> Any:

@@ -55,9 +55,15 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
     )
     model = without_weights(config, reward=source.reward, trust_remote_code=source.trust_remote_code)
     args = copy.copy(arguments.training)
-    args.model_init_kwargs, args.push_to_hub, args.report_to = None, False, []
+    args.model_init_kwargs = None
+    args.push_to_hub = False
+    args.report_to = []
     if not is_plain_template(args):  # TRL would resize the embeddings, which a model without weights cannot
-        tokenizer, args.chat_template_path = _with_tokens_of(tokenizer, args.chat_template_path), None
+        tokenizer = _with_tokens_of(tokenizer, args.chat_template_path)
+        args.chat_template_path = None
+    peft_config = None
+    if arguments.method != "sft":
+        peft_config = get_peft_config(arguments.model)
     with as_usage_errors(), tempfile.TemporaryDirectory() as args.output_dir:  # it makes the directory
         trainer: VerifiedTransferMixin = trainer_class(
             model=model,
@@ -65,7 +71,7 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
             train_dataset=data.train,
             eval_dataset=data.eval,
             processing_class=tokenizer,
-            peft_config=get_peft_config(arguments.model) if arguments.method != "sft" else None,
+            peft_config=peft_config,
         )
     trainer.pictures = data.pictures
     if data.pictures is not None:
@@ -75,8 +81,10 @@ def prepared(arguments: Arguments, source: ModelSource, data: Splits, tokenizer:
 
 def _with_tokens_of(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrainedTokenizerBase:
     """A copy with the chat template, the tokens and the end of sequence of another tokenizer, as TRL's trainer has."""
-    other, extended = AutoTokenizer.from_pretrained(path), copy.deepcopy(tokenizer)
-    extended.chat_template, known = other.get_chat_template(), extended.get_vocab()
+    other = AutoTokenizer.from_pretrained(path)
+    extended = copy.deepcopy(tokenizer)
+    extended.chat_template = other.get_chat_template()
+    known = extended.get_vocab()
     extended.add_tokens([token for token in other.added_tokens_decoder.values() if token.content not in known])
     extended.eos_token = other.eos_token
     return extended
@@ -87,31 +95,42 @@ def rows_of(trainer: VerifiedTransferMixin, split: str) -> list[dict[str, Any]]:
     dataset = getattr(trainer, f"{split}_dataset") or ()
     if trainer.pictures is not None:
         return _pictured_rows(trainer, dataset, split)
-    rows = [parts for row in islice(dataset, 100) if (parts := _parts(row))]
-    longest = max(rows, key=lambda parts: sum(len(ids) for ids, _ in parts.values()), default={})
-    wanted = rows[:1] if longest in rows[:1] else [*rows[:1], longest]
+    rows = [_parts(row) for row in islice(dataset, 100)]
+    rows = [parts for parts in rows if parts]
+    if not rows:
+        return []
+    wanted = [rows[0]]
+    longest = max(rows, key=lambda parts: sum(len(ids) for ids, _ in parts.values()))
+    if longest != rows[0]:
+        wanted.append(longest)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    return [
-        {"split": split, "parts": {name: _pieces(tokenizer, *part) for name, part in parts.items()}}
-        for parts in wanted
-        if parts
-    ]
+    shown = []
+    for parts in wanted:
+        pieces = {name: _pieces(tokenizer, *part) for name, part in parts.items()}
+        shown.append({"split": split, "parts": pieces})
+    return shown
 
 
 def _pictured_rows(trainer: VerifiedTransferMixin, dataset: Any, split: str) -> list[dict[str, Any]]:
     """The first row with pictures and the first without, as the collator makes batches of them."""
-    collator, tokenizer = trainer.data_collator, trainer.processing_class.tokenizer
+    collator = trainer.data_collator
+    tokenizer = trainer.processing_class.tokenizer
     chosen: dict[bool, dict[str, Any]] = {}
     for row in islice(dataset, _LOOKED_AT):
         _, sources = collator.pictures.arranged(row)
         if bool(sources) in chosen:
             continue
         batch = collator([row])
-        in_loss = batch["labels"] != MASKED if "labels" in batch else batch["completion_mask"].bool()
+        if "labels" in batch:
+            in_loss = batch["labels"] != MASKED
+        else:
+            in_loss = batch["completion_mask"].bool()
+        names = ("row",) if len(in_loss) == 1 else ("chosen", "rejected")
         parts = {}
-        for number, name in enumerate(("row",) if len(in_loss) == 1 else ("chosen", "rejected")):
+        for number, name in enumerate(names):
             kept = batch["attention_mask"][number].bool()
-            ids, counts = batch["input_ids"][number][kept].tolist(), in_loss[number][kept].tolist()
+            ids = batch["input_ids"][number][kept].tolist()
+            counts = in_loss[number][kept].tolist()
             parts[name] = _pieces(tokenizer, ids, counts)
         for pieces in parts.values():
             for piece in pieces:
@@ -196,7 +215,8 @@ def _title(row: dict[str, Any], name: str, pieces: list[dict[str, Any]]) -> str:
     what = f"a {row['split']} row"
     if name != "row":
         what += f", {name} answer"
-    if sizes := [f"{width} x {height} pixels" for width, height in row.get("pictures", ())]:
+    sizes = [f"{width} x {height} pixels" for width, height in row.get("pictures", ())]
+    if sizes:
         what += f" with {', '.join(sizes)}"
     return f"{what}: {total} tokens, {counted} of them count in the loss"
 

@@ -71,10 +71,10 @@ def uses(job: Arguments, what: str) -> bool:
         return bool(USES[what](job))
     name, _, value = what.removeprefix("--").partition(" ")
     parts = (job.tune, job.ranks, job.model, job.training)
-    found = next((getattr(part, name) for part in parts if hasattr(part, name)), None)
+    setting = next((getattr(part, name) for part in parts if hasattr(part, name)), None)
     if value:
-        return str(getattr(found, "value", found)).lower() == value
-    return bool(found) and found not in ("off", "none")
+        return str(getattr(setting, "value", setting)).lower() == value
+    return bool(setting) and setting not in ("off", "none")
 
 
 _LOST = "the saved adapter would lack it"
@@ -154,9 +154,17 @@ def check(job: Arguments, config: Any) -> None:
     """Refuse settings that exclude each other or this model's ``config``, and what the parallel strategy excludes."""
     packed = has_mxfp4(config) or (job.model.load_in_4bit and has_experts(config))
     for what, excluded in EXCLUDES.items():
-        applies = packed if what == PACKED else what == job.method or (what.startswith("--") and uses(job, what))
-        if applies and (found := {flag: why for flag, why in excluded.items() if uses(job, flag)}):
-            raise UsageError("; ".join(f"{flag} is not supported with {what} ({why})" for flag, why in found.items()))
+        if what == PACKED:
+            applies = packed
+        elif what.startswith("--"):
+            applies = uses(job, what)
+        else:
+            applies = what == job.method
+        if not applies:
+            continue
+        problems = [f"{flag} is not supported with {what} ({why})" for flag, why in excluded.items() if uses(job, flag)]
+        if problems:
+            raise UsageError("; ".join(problems))
     strategy = job.strategy()
     strategy.refuse(job.training, job.model, {flag: uses(job, flag) for flag in strategy.excludes}, os.environ)
 
@@ -172,12 +180,15 @@ def check_router_loss(job: Arguments, config: Any) -> None:
     training: Any = job.training
     text = config.get_text_config()
     coefficient = getattr(training, "router_aux_loss_coef", 0.0)
-    coefficient = getattr(text, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    if coefficient is None:
+        coefficient = getattr(text, "router_aux_loss_coef", 0.0)
     computed = hasattr(text, "output_router_logits") and coefficient and has_experts(config)
     if job.method != "sft" or not computed or hasattr(text, "num_experts"):
         return
     targets = job.model.lora_target_modules or ()
-    trained = [*([targets] if isinstance(targets, str) else targets), *(job.model.lora_modules_to_save or ())]
+    if isinstance(targets, str):
+        targets = (targets,)
+    trained = [*targets, *(job.model.lora_modules_to_save or ())]
     if not job.model.use_peft or any("router" in name or name == "gate" for name in trained):
         raise UsageError(
             f"TRL cannot compute the balancing loss of the router of {config.architectures[0]}, which is trained: give "
@@ -214,7 +225,10 @@ def refuse_own_head(method: str, model: nn.Module) -> None:
 
 def check_adapter(method: str, adapter: Adapter | None) -> None:
     """Refuses to train a reward model on with an adapter that has no reward head: a new one would not be saved."""
-    if adapter is not None and method == "reward" and (kind := adapter.config.task_type) != "SEQ_CLS":
+    if adapter is None or method != "reward":
+        return
+    kind = adapter.config.task_type
+    if kind != "SEQ_CLS":
         raise UsageError(
             f"--adapter_name_or_path {adapter.name} is no adapter of a reward model (its task_type is {kind}, not "
             "SEQ_CLS): give one that `reward` has trained, or drop the flag"
@@ -227,15 +241,21 @@ def reward_functions(script: Any) -> list[Any]:
     """
     from trl import rewards
 
-    known = {each: getattr(rewards, each) for each in _REWARDS_OF_TRL}
+    known = {name: getattr(rewards, name) for name in _REWARDS_OF_TRL}
     known["get_soft_overlong_punishment"] = rewards.get_soft_overlong_punishment(1280, 256)  # TRL's numbers
-    found: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
-    found += [known[name] if name in known else _imported(name, known) for name in script.reward_funcs or ()]
-    if not found:
+    wanted: list[Any] = []
+    if script.reward_model_name_or_path:
+        wanted.append(script.reward_model_name_or_path)
+    for name in script.reward_funcs or ():
+        if name in known:
+            wanted.append(known[name])
+        else:
+            wanted.append(_imported(name, known))
+    if not wanted:
         raise UsageError(
             f"no reward: give --reward_funcs ({', '.join(known)}, or module.function), or --reward_model_name_or_path"
         )
-    return found
+    return wanted
 
 
 _REWARDS_OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
@@ -274,15 +294,15 @@ def _imported(name: str, known: Iterable[str]) -> Any:
         raise UsageError(f"--reward_funcs {name}: give {', '.join(known)}, or a path module.function")
     try:
         if here:
-            found = runpy.run_path(f"{module.replace('.', os.sep)}.py", run_name=module)[function]
+            reward = runpy.run_path(f"{module.replace('.', os.sep)}.py", run_name=module)[function]
         else:
-            found = getattr(importlib.import_module(module), function)
+            reward = getattr(importlib.import_module(module), function)
     except Exception as error:  # the user's code runs here
-        local = " (begin with ./ for a file in the working directory)" if not here else ""
+        local = "" if here else " (begin with ./ for a file in the working directory)"
         raise UsageError(f"--reward_funcs {name} cannot be imported: {type(error).__name__}: {error}{local}") from error
-    if not callable(found):
-        raise UsageError(f"--reward_funcs {name} is a {type(found).__name__}, not a function")
-    return found
+    if not callable(reward):
+        raise UsageError(f"--reward_funcs {name} is a {type(reward).__name__}, not a function")
+    return reward
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -300,7 +320,8 @@ def decide(
     world = int(environ.get("WORLD_SIZE", "1"))
     if world < 2 or ranks.preflight == "off" or (ranks.preflight == "auto" and not accelerator):
         return None
-    rank, device = int(environ["LOCAL_RANK"]), {"device": "cpu", "address": None}
+    rank = int(environ["LOCAL_RANK"])
+    device = {"device": "cpu", "address": None}
     if accelerator:  # by Accelerate's rule the card of this number; if it is missing, its trials say so
         address = pci_address(rank) if rank < torch.cuda.device_count() else None
         device = {"device": f"cuda:{rank}", "address": address}
@@ -312,7 +333,8 @@ def decide(
         "your other flags (the same effective batch)"
     )
     preflight.insist(done, one_card=one_card)
-    if done.method == "host" and any(is_on(f"ACCELERATE_USE_{each}", environ) for each in ("FSDP", "DEEPSPEED")):
+    sharded = is_on("ACCELERATE_USE_FSDP", environ) or is_on("ACCELERATE_USE_DEEPSPEED", environ)
+    if done.method == "host" and sharded:
         raise StallError(
             f"gradients can only be averaged through host memory here ({done.reason}), which FSDP and DeepSpeed "
             f"do not support: train without them (--accelerate_config dual_rx7900xt), or on one card with {one_card}"

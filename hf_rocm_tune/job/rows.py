@@ -39,17 +39,25 @@ def load_rows(
 ) -> Splits:
     """The rows, checked, with the columns that the trainer reads; a change of columns is printed."""
     script, training = arguments.script, arguments.training
+    seed = training.data_seed
+    if seed is None:
+        seed = training.seed
     splits: dict[str, Any] = {
         "train_split": script.dataset_train_split,
         "test_split": script.dataset_test_split,
         "need_eval": training.eval_strategy != "no",
-        "seed": training.seed if training.data_seed is None else training.data_seed,
+        "seed": seed,
     }
     if arguments.mixture.datasets:
         loaded = load_mixture(arguments.mixture, **splits)
     else:
-        config, streaming, size = script.dataset_config, script.dataset_streaming, arguments.tune.eval_rows
-        loaded = load_source(script.dataset_name, config=config, streaming=streaming, eval_split_size=size, **splits)
+        loaded = load_source(
+            script.dataset_name,
+            config=script.dataset_config,
+            streaming=script.dataset_streaming,
+            eval_split_size=arguments.tune.eval_rows,
+            **splits,
+        )
     announce.say(*loaded.notes)
     if arguments.is_streamed:
         several = training.dataloader_num_workers > 1
@@ -76,21 +84,23 @@ def load_rows(
     return pictures.looked_through(arguments, loaded, tokenizer, read_config(source), announce.say)
 
 
-class _Late:
-    """Tells what is found in rows of a stream behind those that were checked before the start, once for each kind."""
+class _LateFindings:
+    """Prints findings in rows of a stream behind those that were checked before the start, once for each kind."""
 
-    def __init__(self, split: str, told: set[str]) -> None:
-        self._split, self._told = split, told
+    def __init__(self, split: str, reported: set[str]) -> None:
+        self._split = split
+        self._reported = reported
 
-    def tell(self, finding: RowFinding) -> None:
-        if finding.what not in self._told:
-            self._told.add(finding.what)
-            begin = "" if finding.by_design else "warning: "
-            announce.say(f"{begin}{place_of(finding.first, self._split)}: {finding.what}")
+    def report(self, finding: RowFinding) -> None:
+        if finding.what in self._reported:
+            return
+        self._reported.add(finding.what)
+        begin = "" if finding.by_design else "warning: "
+        announce.say(f"{begin}{place_of(finding.first, self._split)}: {finding.what}")
 
-    def look(self, look: Callable[..., list[RowFinding]], row: Any, number: int) -> None:
-        for finding in look(row, number):
-            self.tell(finding)
+    def report_row(self, check: Callable[..., list[RowFinding]], row: Any, number: int) -> None:
+        for finding in check(row, number):
+            self.report(finding)
 
 
 def _accept(row: Any, number: int) -> None:
@@ -199,14 +209,14 @@ def _prepared(
     if info.conversational and rendered is not None and not pictures:
         findings += rendering.left_out(rows, info, rendered, split, marks_are_read=labelled)
     if isinstance(rows, IterableDataset):
-        late = _Late(split, {finding.what for finding in findings})
+        late = _LateFindings(split, {finding.what for finding in findings})
         renders: Callable[..., None] = _accept
         if info.conversational and rendered is not None and not pictures:
-            look = partial(
+            check = partial(
                 rendering.left_out_of_row, info=info, renderer=rendered, split=split, marks_are_read=labelled
             )
-            renders = partial(late.look, look)
-        rows = check_later(rows, info, split, renders, late.tell)
+            renders = partial(late.report_row, check)
+        rows = check_later(rows, info, split, renders, late.report)
     rows = as_trl(rows, info)
     if not labelled:
         return rows, findings, info.conversational
@@ -230,10 +240,12 @@ def finish_rows(arguments: Arguments, trainer: VerifiedTransferMixin, data: Spli
     """
     masked = arguments.tune.mask_thinking and data.pictures is None  # whose collator masks it
     lost: dict[str, int] = {}
-    for split in ("train", "eval") if masked else ():
-        if (rows := getattr(trainer, f"{split}_dataset")) is not None:
-            rows, lost[split] = masks.without_thinking(rows, trainer.processing_class, split)
-            setattr(trainer, f"{split}_dataset", rows)
+    if masked:
+        for split in ("train", "eval"):
+            rows = getattr(trainer, f"{split}_dataset")
+            if rows is not None:
+                rows, lost[split] = masks.without_thinking(rows, trainer.processing_class, split)
+                setattr(trainer, f"{split}_dataset", rows)
     check_rows(trainer)
     summaries = _summaries(trainer, data)
     if masked:
@@ -251,13 +263,17 @@ def _summaries(trainer: VerifiedTransferMixin, data: Splits) -> dict[str, DataSu
     """As TRL's trainer counted the rows, or from the rows of pairs that it made."""
     summaries: dict[str, DataSummary] = dict(getattr(trainer, "data_summaries", {}))
     for split in ("train", "eval"):
-        before, after = getattr(data, split), getattr(trainer, f"{split}_dataset")
-        if split not in summaries and after is not None and (row := of_pairs(after, trainer.args, before, split)):
-            summaries[split] = row
+        before = getattr(data, split)
+        after = getattr(trainer, f"{split}_dataset")
+        if split in summaries or after is None:
+            continue
+        summary = of_pairs(after, trainer.args, before, split)
+        if summary:
+            summaries[split] = summary
     return summaries
 
 
-def tell(summaries: dict[str, DataSummary], data: Splits, say: Callable[..., None]) -> None:
+def report_rows(summaries: dict[str, DataSummary], data: Splits, say: Callable[..., None]) -> None:
     """Says what is trained on; of streamed rows only what was found in those that were checked."""
     if data.pictures is not None:
         say(*data.pictures.lines())

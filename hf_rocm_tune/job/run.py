@@ -115,7 +115,8 @@ class Job:
 
 def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     """Runs one job."""
-    group, rendezvous = exits.RankGroup.of(os.environ), None
+    group = exits.RankGroup.of(os.environ)
+    rendezvous = None
     if group:
         rendezvous = group.rendezvous()  # before the ranks connect
     preflight = partial(decide, environ=os.environ, say=announce.say)
@@ -205,8 +206,9 @@ def _run(typed: Arguments, guard: StallGuard) -> int:
         arguments = _as_begun(typed, plan)
         announce.say(*plan.notes)
         if restarted:
-            why, where = _reason_of_restart(), _continues_from(plan)
-            announce.say(f"the launcher has restarted all processes ({why}): the run continues from {where}")
+            reason = _reason_of_restart()
+            start = _continues_from(plan)
+            announce.say(f"the launcher has restarted all processes ({reason}): the run continues from {start}")
         elif plan.checkpoint is not None:
             announce.say(announce.resumption(plan.checkpoint))
         publisher = _open_publisher(arguments)
@@ -360,8 +362,11 @@ def _late_faults(job: Job) -> Iterator[None]:
 def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
     training = job.arguments.training
     try:
+        checkpoint = None
+        if job.plan.checkpoint:
+            checkpoint = str(job.plan.checkpoint)
         with _late_faults(job), first_step_as_usage_error(trainer):
-            trainer.train(resume_from_checkpoint=str(job.plan.checkpoint) if job.plan.checkpoint else None)
+            trainer.train(resume_from_checkpoint=checkpoint)
     except UsageError as error:
         # of a streamed row or a picture: what was learned from those before it is not lost
         late = job.arguments.is_streamed or isinstance(error, PictureError)
@@ -397,7 +402,8 @@ def _train(job: Job, trainer: VerifiedTransferMixin) -> None:
 def _open_publisher(arguments: Arguments) -> Publisher | None:
     """The publisher of a job that pushes, on its first rank. Removes the token from the settings, which go to disk."""
     training = arguments.training
-    token, training.hub_token = training.hub_token, None
+    token = training.hub_token
+    training.hub_token = None
     if not training.push_to_hub:
         return None
     if token:
@@ -419,7 +425,8 @@ def _prepare(
     arguments: Arguments, asked: dict[str, Any], plan: StartPlan, publisher: Publisher | None, guard: StallGuard
 ) -> Job:
     """Everything that can be checked without loading the model."""
-    training, tune, say = arguments.training, arguments.tune, announce.say
+    training, tune = arguments.training, arguments.tune
+    say = announce.say
     source, config = _source(arguments)
     check(arguments, config)
     check_router_loss(arguments, config)
@@ -428,8 +435,9 @@ def _prepare(
     check_adapter(arguments.method, adapter)
     check_settings(training)
     rewards = reward_functions(arguments.script) if arguments.method == "grpo" else None
-    if injected := [str(each) for each in (Crashes().text, StepFaultSpec.from_environment()) if each]:
-        say(f"crashes and faults in steps are injected on request: {', '.join(injected)}")
+    injected = (Crashes().text, StepFaultSpec.from_environment())
+    if any(injected):
+        say(f"crashes and faults in steps are injected on request: {', '.join(str(spec) for spec in injected if spec)}")
     tokenizer = _tokenizer(arguments, source)
     # an adapter may have added tokens to the vocabulary
     known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
@@ -438,11 +446,16 @@ def _prepare(
     check_rewards(rewards or (), data.train.column_names)
     mover = make_mover(arguments, source, say=say)
     # libraries are initialised on each card before memory is short
-    bits = None if source.quantization is None else 4 if source.quantization.load_in_4bit else 8
-    libraries = sum(warm_up(device, bits=bits) for device in sorted(set(device_map(mover).values()), key=str))
+    bits = None
+    if source.quantization is not None:
+        bits = 4 if source.quantization.load_in_4bit else 8
+    devices = sorted(set(device_map(mover).values()), key=str)
+    libraries = sum(warm_up(device, bits=bits) for device in devices)
     mover.report.count("memory", libraries_bytes=libraries)
-    seen = data.pictures.largest if data.pictures is not None else (0, ())
-    fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=say, pictures=seen)
+    largest: tuple[int, tuple[Any, ...]] = (0, ())
+    if data.pictures is not None:
+        largest = data.pictures.largest
+    fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=say, pictures=largest)
     watched = telemetry.of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
     return Job(
         arguments=arguments,
@@ -450,7 +463,7 @@ def _prepare(
         plan=plan,
         fit=fit,
         source=source,
-        streamed=streamed_layers(arguments, source, fit, libraries=libraries, say=say, pictures=seen),
+        streamed=streamed_layers(arguments, source, fit, libraries=libraries, say=say, pictures=largest),
         data=data,
         tokenizer=tokenizer,
         mover=mover,
@@ -464,7 +477,8 @@ def _prepare(
 
 def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
     """The model to load, and its checked configuration."""
-    training, name = arguments.training, arguments.model.model_name_or_path
+    training = arguments.training
+    name = arguments.model.model_name_or_path
     if os.path.isdir(expand_user(name)):
         # The adapter's configuration names it, for programs that are started elsewhere.
         name = os.path.abspath(expand_user(name))
@@ -572,10 +586,11 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             job.data.pictures.write_small(expand_user(training.output_dir), job.plan.run_id)
     records = on_main_process(lambda: attest_files(job.source, job.mover))  # of models that TRL has loaded, too
     summaries = rows.finish_rows(job.arguments, trainer, job.data)
-    rows.tell(summaries, job.data, announce.say)
+    rows.report_rows(summaries, job.data, announce.say)
     job.arguments = replace(job.arguments, training=trainer.args)  # the trainer's own, changed copy
     if job.publisher is not None:
         job.publisher.alive = partial(trainer.beat, "save")
+    preflight = job.arguments.preflight
     facts = report.RunFacts(
         run_id=job.plan.run_id,
         load_seconds=seconds,
@@ -583,10 +598,10 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         not_attested=records.unknown,
         findings=job.findings,
         vocabulary=vocabulary,
-        preflight=job.arguments.preflight.to_dict() if job.arguments.preflight else None,
+        preflight=preflight.to_dict() if preflight else None,
         telemetry=job.telemetry,
         auto_fit=dict(vars(job.fit)) if job.fit is not None else None,
-        data=tuple(each.to_dict() for each in summaries.values()),
+        data=tuple(summary.to_dict() for summary in summaries.values()),
     )
     return trainer, facts
 
@@ -656,7 +671,8 @@ def _adapted(job: Job, model: Any) -> tuple[Any, Any]:
 
 def _say_left_out(model: Any, targets: Iterable[str]) -> None:
     """Which layers ``all-linear`` leaves out, and what has adapters."""
-    kinds, chosen = kept_out(model), ", ".join(targets)
+    kinds = kept_out(model)
+    chosen = ", ".join(targets)
     if "experts" in kinds:
         announce.say(
             f"mixture of experts: adapters on {chosen}; --lora_target_parameters "
@@ -711,7 +727,8 @@ def _choose_vision(arguments: Arguments, model: Any, config: Any) -> None:
     left_out = []
     if tower in (None, "no"):
         left_out.append(f"the vision tower ({parameters_of(model, parts.tower, parts.projector):,} parameters)")
-    outside = [name for name in parts.projector if not any(name.startswith(f"{top}.") for top in parts.tower)]
+    inside = tuple(f"{top}." for top in parts.tower)
+    outside = [name for name in parts.projector if not name.startswith(inside)]
     if projector in (None, "no") and parts.projector and (tower != "whole" or outside):
         left_out.append(f"the projector ({parameters_of(model, parts.projector):,})")
     if left_out:
