@@ -40,7 +40,7 @@ def on_main_process(decide: Callable[[], T]) -> T:
 
 def max_over_ranks(values: Sequence[int]) -> list[int]:
     """The maximum of each number over all ranks. Collective, over gloo."""
-    return [int(max(each)) for each in zip(*all_gather_floats(values), strict=True)]
+    return [int(max(of_ranks)) for of_ranks in zip(*all_gather_floats(values), strict=True)]
 
 
 def all_gather_floats(values: Sequence[float]) -> list[list[float]]:
@@ -64,7 +64,7 @@ def compare_replicas(tensors: Iterable[tuple[str, Tensor]], when: str) -> int:
         return 0
     rows = list(tensors)
     digests = QueuedDigests([tensor.detach() for _, tensor in rows]).result()
-    mine = {name: found.hex() for (name, _), found in zip(rows, digests, strict=True)}
+    mine = {name: digest.hex() for (name, _), digest in zip(rows, digests, strict=True)}
     first, *others = all_gather_named(mine)
     differing: dict[str, list[int]] = {}
     for rank, theirs in enumerate(others, 1):

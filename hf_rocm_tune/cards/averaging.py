@@ -59,7 +59,8 @@ class GroupAveraging:
     """Averages by the process group (RCCL, NCCL or gloo) with torch's own hooks, which raise their errors."""
 
     def __init__(self, model: DistributedDataParallel, settings: SyncSettings) -> None:
-        self._settings, self._group = settings, model.process_group
+        self._settings = settings
+        self._group = model.process_group
         self.between: int | None = 0  # bytes given to collectives; None: unknown
         self._powersgd: PowerSGDState | None = None
         if settings.compression == "powersgd":
@@ -94,13 +95,15 @@ class HostAveraging:
     """Averages on the host; see the module's description. The constructor is collective."""
 
     def __init__(self, mover: Mover, settings: SyncSettings) -> None:
-        self._mover, self._settings = mover, settings
+        self._mover = mover
+        self._settings = settings
         averages_group()  # created here, on every rank, not in the middle of a step
         self._fetcher: Fetcher | None = None
         self._worker: _Worker | None = None
         self.failures: dict[int, str] = {}  # of this step on this rank, by the number of the bucket
         self._error: BaseException | None = None
-        self.between = self.crossed = 0  # bytes given to collectives; copied to the host and back
+        self.between = 0  # bytes given to collectives
+        self.crossed = 0  # bytes copied to the host and back
 
     def step_begins(self) -> None:
         self.failures.clear()
@@ -114,8 +117,10 @@ class HostAveraging:
     def begin(self, local: Tensor, *, name: str, number: int) -> torch.futures.Future[Tensor]:
         """Begin to average gradients. Collective; all ranks call this for the same buckets in the same order."""
         if self._fetcher is None or self._worker is None:
-            self._fetcher, self._worker = self._mover.another_fetcher(), _Worker(local.device)
-        landed: torch.futures.Future[Tensor] = torch.futures.Future(devices=[local.device] if local.is_cuda else None)
+            self._fetcher = self._mover.another_fetcher()
+            self._worker = _Worker(local.device)
+        devices = [local.device] if local.is_cuda else None
+        landed: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         fetched = self._fetcher.begin(local, name=f"{name} to host", stage=STAGE)
         self._worker.tasks.put(partial(self._average, local, fetched, name, number, landed))
         return landed
@@ -124,7 +129,8 @@ class HostAveraging:
         self, local: Tensor, fetched: Fetched, name: str, number: int, landed: torch.futures.Future[Tensor]
     ) -> None:
         """In the thread: verify what has arrived, average it, and copy the average to the device."""
-        average, host = local, fetched.host
+        average = local
+        host = fetched.host
         wire = self._settings.wire_dtype(host.dtype)
         try:
             group = averages_group()
@@ -177,6 +183,9 @@ def _work(tasks: SimpleQueue[Callable[[], None] | None], device: torch.device) -
     if on_card:
         torch.cuda.set_device(device)  # a new thread's device is card 0, where it would create a context
     with torch.cuda.stream(torch.cuda.Stream(device=device)) if on_card else nullcontext():
-        while (task := tasks.get()) is not None:
+        while True:
+            task = tasks.get()
+            if task is None:
+                return
             task()
             del task  # it refers to gradients

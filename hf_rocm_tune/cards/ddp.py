@@ -68,8 +68,11 @@ class Ddp(ParallelStrategy):
 
     @override
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        unchecked = {"method": "ddp", "compression": "none", "judged": "no"}
-        return {**super().describe(model), "grad_sync": self._check.describe() if self._check else unchecked}
+        if self._check:
+            grad_sync = self._check.describe()
+        else:
+            grad_sync = {"method": "ddp", "compression": "none", "judged": "no"}
+        return {**super().describe(model), "grad_sync": grad_sync}
 
 
 class Host(Ddp):

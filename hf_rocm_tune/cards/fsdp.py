@@ -46,8 +46,10 @@ class Fsdp(Sharded):
     ) -> list[tuple[bool, str]]:
         names = ("CPU_RAM_EFFICIENT_LOADING", "OFFLOAD_PARAMS", "ACTIVATION_CHECKPOINTING")
         on = [is_on(f"FSDP_{name}", environ) for name in names]
-        storage, packed = model.bnb_4bit_quant_storage or "uint8", model.load_in_4bit
-        fix = f"give --bnb_4bit_quant_storage {'bfloat16' if args.bf16 else 'float32'}"
+        packed = model.load_in_4bit
+        storage = model.bnb_4bit_quant_storage or "uint8"
+        fitting = "bfloat16" if args.bf16 else "float32"
+        fix = f"give --bnb_4bit_quant_storage {fitting}"
         whole = f"4-bit weights stored as {storage} cannot be sharded, so each card would hold all of them"
         lost = f"--bf16 converts what is gathered to bfloat16, and 4-bit weights in {storage} would be destroyed"
         return [
@@ -90,7 +92,8 @@ class Traffic(Gathers):
     gradients. Not covered: the copies that FSDP2 makes on the card; wrong averages within the rounding bound.
     """
 
-    reported_as, message = "fsdp2", "weights of %s that FSDP2 gathered from the other cards arrived wrong"
+    reported_as = "fsdp2"
+    message = "weights of %s that FSDP2 gathered from the other cards arrived wrong"
     advice = ", or train without FSDP2"
 
     def __init__(self, model: nn.Module, mover: Mover) -> None:
@@ -124,11 +127,12 @@ class Traffic(Gathers):
 
     def _write(self, read: Tensor, average: Tensor) -> str | None:
         memory = read.untyped_storage().data_ptr()
-        gradients = [each.grad._local_tensor for each in self._model.parameters() if isinstance(each.grad, DTensor)]
-        if all(each.untyped_storage().data_ptr() != memory for each in gradients):
-            return "its gradients were converted since, so it cannot replace them"
-        read.copy_(average)  # device: from this device's memory to itself
-        return None
+        for parameter in self._model.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and gradient._local_tensor.untyped_storage().data_ptr() == memory:
+                read.copy_(average)  # device: from this device's memory to itself
+                return None
+        return "its gradients were converted since, so it cannot replace them"
 
 
 class _AllGather(DefaultAllGather):
@@ -168,8 +172,9 @@ def check_plugin(plugin: Any) -> None:
 
     offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     faults = _faults(plugin.fsdp_version, plugin.cpu_ram_efficient_loading, offload, plugin.activation_checkpointing)
-    if wrong := [why for applies, why in faults if applies]:
-        raise UsageError(f"FSDP2: {wrong[0]}")
+    for applies, why in faults:
+        if applies:
+            raise UsageError(f"FSDP2: {why}")
 
 
 def _faults(version: object, ram_efficient: bool, offload: bool, checkpointing: bool) -> list[tuple[bool, str]]:
@@ -191,17 +196,18 @@ def _require_shardable(model: nn.Module, plugin: Any, ranks: int) -> None:
     (bytes stored with a float dtype) that FSDP2 would convert.
     """
     computed = getattr(plugin.mixed_precision_policy, "param_dtype", None)
-    for name, each in model.named_parameters():
-        first, last = rows_of(ranks - 1, ranks, each.shape[0])
-        if each.requires_grad and first == last:
+    for name, parameter in model.named_parameters():
+        rows = parameter.shape[0]
+        first, last = rows_of(ranks - 1, ranks, rows)
+        if parameter.requires_grad and first == last:
             raise UsageError(
-                f"FSDP2: {name} has {each.shape[0]} rows, too few for {ranks} ranks: give a larger --lora_r, or train "
+                f"FSDP2: {name} has {rows} rows, too few for {ranks} ranks: give a larger --lora_r, or train "
                 "without FSDP2"
             )
-        packed = getattr(each, "quant_state", None) is not None and each.is_floating_point()
-        if packed and computed is not None and each.dtype != computed:
+        packed = getattr(parameter, "quant_state", None) is not None and parameter.is_floating_point()
+        if packed and computed is not None and parameter.dtype != computed:
             raise UsageError(
-                f"FSDP2 converts what it gathers to {computed}, and {name}, packed into {each.dtype}, would be "
+                f"FSDP2 converts what it gathers to {computed}, and {name}, packed into {parameter.dtype}, would be "
                 f"destroyed: use bnb_4bit_quant_storage={computed}"
             )
 
@@ -212,9 +218,10 @@ def _reduce_as_trained(plugin: Any, model: nn.Module) -> None:
     if policy is None:
         return
     quantised = bool(getattr(model, "is_loaded_in_4bit", False))
-    kinds = {each.dtype for each in model.parameters() if each.requires_grad}
-    # accelerate converts trainable weights to float32 before, unless the model is quantised
-    dtype = kinds.pop() if quantised and len(kinds) == 1 else torch.float32
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    dtype = torch.float32  # accelerate converts trainable weights to it before, unless the model is quantised
+    if quantised and len(trained) == 1:
+        dtype = trained.pop()
     plugin.mixed_precision_policy = type(policy)(
         param_dtype=policy.param_dtype, reduce_dtype=dtype, output_dtype=policy.output_dtype
     )

@@ -25,8 +25,12 @@ from hf_rocm_tune.errors import CorruptionError, SeamError, UsageError, device_s
 from hf_rocm_tune.host_group import host_group
 from hf_rocm_tune.transfer import Mover, digest, digest_on_device
 
-STAGE, NOT_FINITE = "gradients", "not finite"
-_HEADER, _SENT, _AVERAGED = 3, 3, 2
+STAGE = "gradients"
+NOT_FINITE = "not finite"
+# Words of a record: its header, and for every block the projections of what was sent and of the average.
+_HEADER = 3
+_SENT = 3
+_AVERAGED = 2
 """int64 words of an average: failed and the digest; of each of its blocks: projected before and after averaging."""
 
 
@@ -50,12 +54,14 @@ class Average:
 
     def words(self, *, failed: bool) -> Tensor:
         """int64 words on the gradients' device: failed, digest of the average, projections of both; see `verdict`."""
-        average, parts = self.averaged(), len(self.projected)
+        average = self.averaged()
+        parts = len(self.projected)
         got = self.projected[0] if self.wire is None else project(average, wire=self.wire)
         flag = torch.full((1,), int(failed), dtype=torch.int64, device=average.device)
         same = digest_words(average) if parts == 1 else flag.new_zeros(2)
-        projections = [each.flatten().view(torch.int64) for each in (self.projected, got[:, :MAGNITUDE])]
-        return torch.cat([flag, same, *projections])
+        of_sent = self.projected.flatten().view(torch.int64)
+        of_average = got[:, :MAGNITUDE].flatten().view(torch.int64)
+        return torch.cat([flag, same, of_sent, of_average])
 
     def verdict(self, words: Tensor) -> WrongAverage | None:
         """The verdict from int64[ranks, size], the words of all ranks, on the host; None if the average is right.
@@ -63,13 +69,17 @@ class Average:
         Wrong: a projection differs from the mean of the sent ones by more than rounding, the ranks' bits differ, or a
         rank failed.
         """
-        ranks, (parts, blocks), header = len(words), self.projected.shape[:2], words[:, :_HEADER]
+        ranks = len(words)
+        parts, blocks = self.projected.shape[:2]
+        header = words[:, :_HEADER]
         numbers = words[:, _HEADER:].contiguous().view(torch.float64)
         sent, averaged = numbers.split([parts * blocks * _SENT, blocks * _AVERAGED], dim=1)
-        if failed := marked(header[:, 0] != 0):
+        failed = marked(header[:, 0] != 0)
+        if failed:
             return WrongAverage(record=self, ranks=failed, kind="not made")
         if self.wire is not None:
-            sent, averaged = sent.view(ranks, parts, blocks, _SENT), averaged.view(ranks, blocks, _AVERAGED)
+            sent = sent.view(ranks, parts, blocks, _SENT)
+            averaged = averaged.view(ranks, blocks, _AVERAGED)
             expected = sum(sent[1:], start=sent[0]) / ranks
             if not expected.isfinite().all():
                 where = marked((~sent.isfinite()).flatten(1).any(dim=1))
@@ -80,7 +90,8 @@ class Average:
             if wrong.any():
                 kind = "zeros" if bool((averaged[wrong] == 0).all()) else "wrong average"
                 return WrongAverage(record=self, ranks=marked(wrong.any(dim=1)), kind=kind)
-        if differing := marked((header[:, 1:] != header[0, 1:]).any(dim=1)):
+        differing = marked((header[:, 1:] != header[0, 1:]).any(dim=1))
+        if differing:
             return WrongAverage(record=self, ranks=differing, kind="differs between ranks")
         return None
 
@@ -101,7 +112,9 @@ class AverageCheck:
     """
 
     def __init__(self, mover: Mover, settings: SyncSettings, *, collective: str, advice: str = "") -> None:
-        self._mover, self._collective, self._advice = mover, collective, advice
+        self._mover = mover
+        self._collective = collective
+        self._advice = advice
         self.through_host = HostAveraging(mover, settings)
         self._named_not_finite = False
         host_group()  # created here, on every rank, not in the middle of a step
@@ -109,28 +122,30 @@ class AverageCheck:
     def conclude(self, records: Sequence[Average], of_all_ranks: Sequence[Tensor], step: int) -> list[Average]:
         """The averages that were wrong, and are right now, from all ranks' words. Collective: verdicts are the same."""
         judged = _verdicts(records, of_all_ranks)
-        wrong = [each for each in judged if each.kind != NOT_FINITE]
-        bad = [each for each in judged if each.kind == NOT_FINITE]
+        wrong = [verdict for verdict in judged if verdict.kind != NOT_FINITE]
+        not_finite = [verdict for verdict in judged if verdict.kind == NOT_FINITE]
         if not self._named_not_finite:  # once per series of steps: NaN from backward is not a transfer fault
-            self._report(bad, step, "none", "passed on")
-        self._named_not_finite = bool(bad)
+            self._report(not_finite, step, "none", "passed on")
+        self._named_not_finite = bool(not_finite)
         if not wrong:
             return []
         self._mover.report.count(STAGE, mismatches=len(wrong))
         if self._mover.settings.on_corruption == "stop":
             self._report(wrong, step, self._collective, "stopped")
             raise self._refusal(wrong, step, "--on_corruption stop is set")
-        records = [each.record for each in wrong]
+        records = [verdict.record for verdict in wrong]
         failures = [self._again(record) for record in records]
-        again = _verdicts(records, exchange(joined_words(records, [failure is not None for failure in failures])))
-        bad_again = {id(each.record) for each in again if each.kind != NOT_FINITE}
-        still = [each for each in wrong if id(each.record) in bad_again]
-        self._report([each for each in wrong if id(each.record) not in bad_again], step, "host_staged", "recovered")
-        self._report(still, step, "host_staged", "failed")
-        self._mover.report.count(STAGE, recovered=len(wrong) - len(still))
-        if still:
+        words_again = exchange(joined_words(records, [failure is not None for failure in failures]))
+        verdicts_again = _verdicts(records, words_again)
+        wrong_again = {id(verdict.record) for verdict in verdicts_again if verdict.kind != NOT_FINITE}
+        recovered = [verdict for verdict in wrong if id(verdict.record) not in wrong_again]
+        failed = [verdict for verdict in wrong if id(verdict.record) in wrong_again]
+        self._report(recovered, step, "host_staged", "recovered")
+        self._report(failed, step, "host_staged", "failed")
+        self._mover.report.count(STAGE, recovered=len(recovered))
+        if failed:
             own = next((failure for failure in failures if failure), "averaging it again through the host failed too")
-            raise self._refusal(still, step, own)
+            raise self._refusal(failed, step, own)
         return records
 
     def _again(self, record: Average) -> str | None:
@@ -164,10 +179,10 @@ class AverageCheck:
             f"{self._advice}"
         )
 
-    def _report(self, found: Sequence[WrongAverage], step: int, retry: str, outcome: str) -> None:
-        for each in found:
-            common = {"step": step, "stage": STAGE, "ranks": list(each.ranks), "kind": each.kind}
-            self._mover.report.incident({**common, **each.record.row, "retry": retry, "outcome": outcome})
+    def _report(self, verdicts: Sequence[WrongAverage], step: int, retry: str, outcome: str) -> None:
+        for verdict in verdicts:
+            common = {"step": step, "stage": STAGE, "ranks": list(verdict.ranks), "kind": verdict.kind}
+            self._mover.report.incident({**common, **verdict.record.row, "retry": retry, "outcome": outcome})
 
 
 def joined_words(records: Sequence[Any], failed: Sequence[bool]) -> Tensor:
@@ -179,9 +194,13 @@ def _verdicts(records: Sequence[Average], of_all_ranks: Sequence[Tensor]) -> lis
     """The averages that are wrong or could not be checked, from all ranks' words of these records in turn."""
     if not records:
         return []
-    each = torch.stack(list(of_all_ranks)).split([record.size for record in records], dim=1)
-    found = [record.verdict(words) for record, words in zip(records, each, strict=True)]
-    return [verdict for verdict in found if verdict is not None]
+    words_of_records = torch.stack(list(of_all_ranks)).split([record.size for record in records], dim=1)
+    verdicts = []
+    for record, words in zip(records, words_of_records, strict=True):
+        verdict = record.verdict(words)
+        if verdict is not None:
+            verdicts.append(verdict)
+    return verdicts
 
 
 def marked(mask: Tensor) -> tuple[int, ...]:
@@ -201,7 +220,9 @@ class GradientCheck:
                     f"{name} is not contiguous in memory, so averages of its gradient cannot be checked: make it "
                     "contiguous, or train with --verify off"
                 )
-        self.model, self._mover, self._settings = model, mover, settings
+        self.model = model
+        self._mover = mover
+        self._settings = settings
         self.judging = mover.settings.verify != "off"
         self._check = AverageCheck(mover, settings, collective="all_reduce")
         self._host = self._check.through_host
@@ -211,29 +232,44 @@ class GradientCheck:
         self.pending: list[Average] = []
         self._words: Tensor | None = None
         self._short_of_memory = False
-        self._backwards = self._recorded = 0
+        self._backwards = 0
+        self._recorded = 0
         model.register_comm_hook(self, _record_and_average)
 
     def describe(self) -> dict[str, Any]:
-        steps, averaging = max(self._backwards, 1), self._group or self._host
-        compressed = self._settings.compression == "powersgd"
+        steps = max(self._backwards, 1)
+        averaging = self._group or self._host
+        if not self.judging:
+            judged = "no"
+        elif self._settings.compression == "powersgd":
+            judged = "equal on all ranks"
+        else:
+            judged = "projections"
+        between_ranks = None
+        if averaging.between is not None:
+            between_ranks = round(averaging.between / steps)
+        to_host_and_back = 0
+        if self._group is None:
+            to_host_and_back = round(self._host.crossed / steps)
         return {
             "method": self._settings.method,
             "compression": self._settings.compression,
             "process_group": dist.get_backend(self.model.process_group),
-            "judged": "no" if not self.judging else "equal on all ranks" if compressed else "projections",
+            "judged": judged,
             "averages": self._backwards,
-            "bytes_between_ranks_per_step": None if averaging.between is None else round(averaging.between / steps),
-            "bytes_to_host_and_back_per_step": 0 if self._group else round(self._host.crossed / steps),
+            "bytes_between_ranks_per_step": between_ranks,
+            "bytes_to_host_and_back_per_step": to_host_and_back,
         }
 
     def before_averaging(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self.pending.clear()  # another backward of the same step: its average includes the earlier one
-            self._words, self._short_of_memory = None, False
+            self._words = None
+            self._short_of_memory = False
             self._host.step_begins()
             self._backwards += 1
-        number, self._recorded = self._recorded, self._recorded + 1
+        number = self._recorded
+        self._recorded += 1
         if self.judging:
             try:
                 self._record(bucket, number)
@@ -250,22 +286,29 @@ class GradientCheck:
             return average
 
         def injected(done: torch.futures.Future[Tensor]) -> Tensor:
-            found = done.value()
-            self._mover.inject(found, name=name, stage=STAGE, number=number, attempt=0)
-            return found
+            averaged = done.value()
+            self._mover.inject(averaged, name=name, stage=STAGE, number=number, attempt=0)
+            return averaged
 
         average = average.then(injected)
         average.wait()  # one bucket at a time, so that a specification selects the same buckets on every rank
         return average
 
     def _record(self, bucket: GradBucket, number: int) -> None:
-        buffer, index, parameters = bucket.buffer(), bucket.index(), tuple(bucket.parameters())
-        wire = None if self._settings.compression == "powersgd" else self._settings.wire_dtype(buffer.dtype)
+        buffer = bucket.buffer()
+        index = bucket.index()
+        parameters = tuple(bucket.parameters())
         sent = buffer.clone() if self._copies else buffer  # it will be overwritten
-        none = torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=buffer.device)
-        projected = none if wire is None else project(buffer.to(wire))
-        names = [self._names[id(each)] for each in parameters]
-        where = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        if self._settings.compression == "powersgd":
+            wire = None
+            projected = torch.empty(0, MAGNITUDE + 1, dtype=torch.float64, device=buffer.device)
+        else:
+            wire = self._settings.wire_dtype(buffer.dtype)
+            projected = project(buffer.to(wire))
+        names = [self._names[id(parameter)] for parameter in parameters]
+        where = names[0]
+        if len(names) > 1:
+            where = f"{names[0]} .. {names[-1]}"
         record = Average(
             name=f"bucket {index}",
             number=number,
@@ -301,8 +344,10 @@ class GradientCheck:
             )
         if self._words is None:
             self.collect()
-        buckets, self.pending = self.pending, []
-        mine, self._words = self._words, None
+        buckets = self.pending
+        self.pending = []
+        mine = self._words
+        self._words = None
         assert mine is not None
         self._mover.report.count(STAGE, buckets=len(buckets))
         for bucket in self._check.conclude(buckets, exchange(mine), step):
@@ -312,13 +357,20 @@ class GradientCheck:
 
 def _gradients_of(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
     """The gradients in the layout of a bucket; zeros where no rank used a parameter."""
-    return torch.cat([like.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in parameters])
+    pieces = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            pieces.append(like.new_zeros(parameter.numel()))
+        else:
+            pieces.append(parameter.grad.detach().reshape(-1))
+    return torch.cat(pieces)
 
 
 def _write(parameters: Sequence[nn.Parameter], average: Tensor) -> None:
-    for each, piece in zip(parameters, average.split([each.numel() for each in parameters]), strict=True):
-        if each.grad is not None:
-            each.grad.copy_(piece.view_as(each.grad))  # device: both are on the parameter's device
+    pieces = average.split([parameter.numel() for parameter in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.copy_(piece.view_as(parameter.grad))  # device: both are on the parameter's device
 
 
 def watch(
@@ -337,7 +389,9 @@ def watch(
         )
     if stock and mover.settings.verify == "off":
         return None
-    return earlier if earlier is not None and earlier.model is wrapped else GradientCheck(wrapped, mover, settings)
+    if earlier is not None and earlier.model is wrapped:
+        return earlier
+    return GradientCheck(wrapped, mover, settings)
 
 
 def _record_and_average(
@@ -384,7 +438,8 @@ def project(flat: Tensor, *, wire: torch.dtype | None = None) -> Tensor:
     size = block_elements(wire or flat.dtype)
     weights = _weights(size, flat.device)
     columns = torch.empty(-(-flat.numel() // size), 3, dtype=torch.float64, device=flat.device)
-    step = min(_SLAB if flat.device.type == "cpu" else _DEVICE_SLAB, columns.shape[0] * size)
+    slab_elements = _SLAB if flat.device.type == "cpu" else _DEVICE_SLAB
+    step = min(slab_elements, columns.shape[0] * size)
     scratch = torch.empty(step, dtype=torch.float64, device=flat.device)
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
@@ -420,8 +475,8 @@ def digest_words(flat: Tensor) -> Tensor:
     """int64[2]: the digest's sums, on the device of ``flat``, without a wait on an accelerator."""
     if flat.device.type != "cpu":
         return digest_on_device(flat)
-    found = digest(flat)
-    return torch.tensor([found.s1, found.s2], dtype=torch.uint64).view(torch.int64)
+    sums = digest(flat)
+    return torch.tensor([sums.s1, sums.s2], dtype=torch.uint64).view(torch.int64)
 
 
 @cache

@@ -53,43 +53,61 @@ class Trial:
         if statuses & {"died", "garbage"}:
             return "died"
         if "timeout" in statuses:
-            importing = any(each.status == "timeout" and each.step == IMPORTING for each in self.outcomes)
+            importing = any(outcome.status == "timeout" and outcome.step == IMPORTING for outcome in self.outcomes)
             return "untried" if importing else "hung"
-        return "wrong" if any((outcome.result or {}).get("wrong") for outcome in self.outcomes) else "right"
+        if any(_has_wrong(outcome) for outcome in self.outcomes):
+            return "wrong"
+        return "right"
 
     @property
-    def _telling(self) -> tuple[int, Outcome]:
+    def _decisive(self) -> tuple[int, Outcome]:
         """The child with the most informative outcome: the first to die, by a signal rather than a lost connection."""
 
-        def rank(child: tuple[int, Outcome]) -> tuple[int, bool, float]:
-            each = child[1]
-            if each.status in ("died", "garbage"):
-                return 0, bool(each.error), each.seconds
-            return 1 if each.status == "timeout" else 2 if (each.result or {}).get("wrong") else 3, False, 0.0
+        def priority(child: tuple[int, Outcome]) -> tuple[int, bool, float]:
+            outcome = child[1]
+            if outcome.status in ("died", "garbage"):
+                return 0, bool(outcome.error), outcome.seconds
+            if outcome.status == "timeout":
+                return 1, False, 0.0
+            if _has_wrong(outcome):
+                return 2, False, 0.0
+            return 3, False, 0.0
 
-        return min(enumerate(self.outcomes), key=rank)
+        return min(enumerate(self.outcomes), key=priority)
 
     @property
     def reason(self) -> str:
-        (number, telling), several = self._telling, len(self.outcomes) > 1
+        number, outcome = self._decisive
+        several = len(self.outcomes) > 1
         who = f"rank {number}" if several else "the trial"
-        if telling.result is None:
-            return f"{self.subject}: {who} {telling.how}"
-        wrong, cases = telling.result["wrong"], telling.result["cases"]
+        if outcome.result is None:
+            return f"{self.subject}: {who} {outcome.how}"
+        wrong, cases = outcome.result["wrong"], outcome.result["cases"]
         if not wrong:
-            return f"{self.subject}: {cases} {self.what} right" + f" on {len(self.outcomes)} ranks" * several
-        first = telling.result["problems"][0]["case"]
-        return f"{self.subject}: {f'{who}: ' * several}{wrong} of {cases} {self.what} wrong, the first: {first}"
+            where = f" on {len(self.outcomes)} ranks" if several else ""
+            return f"{self.subject}: {cases} {self.what} right{where}"
+        first = outcome.result["problems"][0]["case"]
+        where = f"{who}: " if several else ""
+        return f"{self.subject}: {where}{wrong} of {cases} {self.what} wrong, the first: {first}"
 
     def describe(self) -> str:
         """The outcome, the first wrong bytes if any, and the time of the slowest child, including imports."""
-        problems, instead = (self._telling[1].result or {}).get("problems"), ""
-        if problems and (damage := problems[0].get("damage")):
+        _, outcome = self._decisive
+        problems = (outcome.result or {}).get("problems")
+        damage = problems[0].get("damage") if problems else None
+        instead = ""
+        if damage:
             instead = (
                 f"; {damage['wrong']:,} of {damage['nbytes']:,} bytes ({damage['kind']}) from offset "
                 f"{damage['first_offset']:,}: {damage['found']} instead of {damage['right']}"
             )
-        return f"{self.reason}{instead} ({max(outcome.seconds for outcome in self.outcomes):.1f} s)"
+        slowest = max(outcome.seconds for outcome in self.outcomes)
+        return f"{self.reason}{instead} ({slowest:.1f} s)"
+
+
+def _has_wrong(outcome: Outcome) -> bool:
+    """Whether a child has measured something wrong."""
+    return bool((outcome.result or {}).get("wrong"))
 
 
 def try_pair(
@@ -105,8 +123,8 @@ def try_pair(
     ``sizes``: ``largest`` in bytes, and ``repeats``.
     """
     request = {"source": dict(source), "destination": dict(destination), **sizes}
-    found = run_together([Task(module=_MODULE, request=request, environ=environ)], deadline_s=deadline_s)
-    return Trial(subject=f"{source['device']} -> {destination['device']}", what="copies", outcomes=tuple(found))
+    outcomes = run_together([Task(module=_MODULE, request=request, environ=environ)], deadline_s=deadline_s)
+    return Trial(subject=f"{source['device']} -> {destination['device']}", what="copies", outcomes=tuple(outcomes))
 
 
 def try_all_reduce(
@@ -131,19 +149,23 @@ def try_all_reduce(
         }
         requests = [{**device, **shared, "rank": rank} for rank, device in enumerate(devices)]
         if fault is not None and fault.trial == method:  # an ending comes after something was tried
-            victim = requests[-1 if fault.rank is None else fault.rank]
-            victim["fault"] = {"kind": fault.kind, "where": "summing"}
-        tasks = [Task(module=_MODULE, request=each, environ=variables) for each in requests]
-        found = run_together(tasks, deadline_s=deadline_s)
-    over = {"gloo": "gloo", "nccl": "RCCL"}[backend] + " without peer copies" * (method == "ddp_without_p2p")
-    return Trial(subject=f"all-reduce over {over}", what="sums", outcomes=tuple(found))
+            victim = -1 if fault.rank is None else fault.rank
+            requests[victim]["fault"] = {"kind": fault.kind, "where": "summing"}
+        tasks = [Task(module=_MODULE, request=request, environ=variables) for request in requests]
+        outcomes = run_together(tasks, deadline_s=deadline_s)
+    over = {"gloo": "gloo", "nccl": "RCCL"}[backend]
+    if method == "ddp_without_p2p":
+        over += " without peer copies"
+    return Trial(subject=f"all-reduce over {over}", what="sums", outcomes=tuple(outcomes))
 
 
 def _measure(request: dict[str, Any]) -> dict[str, Any]:
     step(IMPORTING)
     from hf_rocm_tune.cards import trial_measures
 
-    return (trial_measures.measure_pair if "source" in request else trial_measures.measure_sums)(request)
+    if "source" in request:
+        return trial_measures.measure_pair(request)
+    return trial_measures.measure_sums(request)
 
 
 # ---- the preflight -------------------------------------------------------------------------------------------
@@ -191,7 +213,8 @@ class PreflightFault:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PreflightFault | None:
-        if not (text := environ.get(VARIABLE, "").strip()):
+        text = environ.get(VARIABLE, "").strip()
+        if not text:
             return None
         required = dict.fromkeys(("trial", "kind"), "both, for example trial=ddp,kind=hang")
         allowed = {"trial": ("ddp", "ddp_without_p2p", "host"), "kind": ("wrong", *ENDINGS)}
@@ -219,13 +242,17 @@ class Preflight:
         return {**vars(self), "seconds": round(self.seconds, 1)}
 
     def lines(self) -> list[str]:
+        lines = []
+        if self.fault_injection:
+            lines.append(f"a fault is injected into the preflight on request: {self.fault_injection}")
         asked = "" if self.asked == "auto" else f" (--grad_sync {self.asked})"
-        first = f"preflight: gradients are averaged {self.name}{asked}: {self.reason}"
-        injected = self.fault_injection
-        fault = [f"a fault is injected into the preflight on request: {injected}"] if injected else []
-        page_faults = [_NOT_CURED] if self.method == "ddp_without_p2p" else []
-        evidence = [] if self.method == "ddp" and self.shown else self.evidence
-        return [*fault, f"{first} ({self.seconds:.0f} s)", *page_faults, *evidence]
+        what = f"preflight: gradients are averaged {self.name}{asked}: {self.reason}"
+        lines.append(f"{what} ({self.seconds:.0f} s)")
+        if self.method == "ddp_without_p2p":
+            lines.append(_NOT_CURED)
+        if self.method != "ddp" or not self.shown:
+            lines += self.evidence
+        return lines
 
 
 def run(
@@ -241,10 +268,12 @@ def run(
     from torch import distributed
 
     fault = PreflightFault.from_environment(environ)
-    rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    rank = int(environ["RANK"])
+    world = int(environ["WORLD_SIZE"])
     here = int(environ.get("LOCAL_WORLD_SIZE", world))
     first = rank // here * here
-    name, latest = f"preflight-choice-{first}", limit_s + _SPARE_S
+    name = f"preflight-choice-{first}"
+    latest = limit_s + _SPARE_S
     ends_at = time.monotonic() + meet_s
     late = (
         f"not all of {world} ranks joined the preflight within {meet_s:.0f} s: see what the others printed, and "
@@ -254,21 +283,21 @@ def run(
         store = next(distributed.rendezvous("env://", timeout=timedelta(seconds=meet_s)))[0]  # type: ignore[attr-defined]
         _stores.append(store)
         store.set(f"preflight-device-{rank}", json.dumps(dict(device)))
-        devices = [json.loads(store.get(f"preflight-device-{each}")) for each in range(first, first + here)]
+        devices = [json.loads(store.get(f"preflight-device-{number}")) for number in range(first, first + here)]
         began = time.monotonic()
         if rank == first:
             try:
-                found = vars(try_machine(devices, asked=asked, environ=environ, fault=fault, limit_s=limit_s))
+                choice = vars(try_machine(devices, asked=asked, environ=environ, fault=fault, limit_s=limit_s))
             except TuneError as error:
-                found = {"error": str(error)}
-            store.set(name, json.dumps(found))
+                choice = {"error": str(error)}
+            store.set(name, json.dumps(choice))
         ends_at = began + latest
         late = (
             f"rank {first} tries the cards of this machine and made no decision within {latest:.0f} s: train on one "
             "card, or start again after a reboot"
         )
         store.wait([name], timedelta(seconds=latest))
-        found = json.loads(store.get(name))
+        choice = json.loads(store.get(name))
     except distributed.DistError as error:
         if time.monotonic() >= ends_at or "timed out" in str(error).lower():
             raise StallError(late) from error
@@ -276,10 +305,11 @@ def run(
         raise StallError(
             f"rank {first} ended while it tried the cards for the preflight, or rank 0 did: start the job again"
         ) from error
-    if "error" in found:
-        raise StallError(found["error"])
-    injected = environ.get(VARIABLE, "").strip() or None
-    return Preflight(**found | {"seconds": time.monotonic() - began, "fault_injection": injected})
+    if "error" in choice:
+        raise StallError(choice["error"])
+    choice["seconds"] = time.monotonic() - began
+    choice["fault_injection"] = environ.get(VARIABLE, "").strip() or None
+    return Preflight(**choice)
 
 
 def insist(done: Preflight, *, one_card: str) -> None:
@@ -333,11 +363,14 @@ def choose(sums: Mapping[SyncMethod, Trial], asked: Asked = "auto") -> Preflight
     fastest: tuple[SyncMethod, ...] = ("ddp", "ddp_without_p2p", "host")
     right = [method for method in fastest if method in sums and sums[method].verdict == "right"]
     if "host" in sums and sums["host"].verdict in FAILED:
-        against, right = [f"gloo, over which averages are checked, does not work: {sums['host'].reason}"], []
+        against = [f"gloo, over which averages are checked, does not work: {sums['host'].reason}"]
+        right = []
     if right:
-        also = [] if right[0] == "ddp" else [*against, *untried][:1]
-        reason = "; ".join([sums[right[0]].reason, *also])
-        return Preflight(asked=asked, method=right[0], reason=reason, evidence=evidence)
+        method = right[0]
+        reason = sums[method].reason
+        if method != "ddp":  # and why not a faster one
+            reason = "; ".join([reason, *[*against, *untried][:1]])
+        return Preflight(asked=asked, method=method, reason=reason, evidence=evidence)
     if against:
         return Preflight(asked=asked, method="one_card", reason=against[0], evidence=evidence, shown=False)
     why = [*untried, "there was no time for any"][0]

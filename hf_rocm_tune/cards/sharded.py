@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +27,7 @@ from hf_rocm_tune.cards.gradients import STAGE, Average, AverageCheck, digest_wo
 from hf_rocm_tune.cards.strategy import Compare, ParallelStrategy
 from hf_rocm_tune.errors import CorruptionError, SeamError
 from hf_rocm_tune.host_group import host_group
-from hf_rocm_tune.models.shards import cut_of, is_sharded, reshard, shard_digest
+from hf_rocm_tune.models.shards import cut_of, is_sharded, local, reshard, shard_digest
 from hf_rocm_tune.models.tensors import tensors_of
 from hf_rocm_tune.transfer import Digest, Mover, combine, digest, host_copy, map_tensors, named_tensors
 
@@ -54,7 +54,8 @@ class Sharded(ParallelStrategy):
     def _refusals(
         self, args: TrainingArguments, model: ModelConfig, environ: Mapping[str, str]
     ) -> list[tuple[bool, str]]:
-        optim, tried = str(getattr(args.optim, "value", args.optim)), ("adamw_torch", "adamw_torch_fused", "sgd")
+        optim = str(getattr(args.optim, "value", args.optim))
+        tried = ("adamw_torch", "adamw_torch_fused", "sgd")
         return [(optim not in tried, f"--optim {optim} is not known to work on shards: use adamw_torch_fused")]
 
     @override
@@ -72,10 +73,12 @@ class Sharded(ParallelStrategy):
         self.state = FullState(model)
         if self.mover.settings.verify == "off":
             return
-        cuts = {
-            name for name, each in model.named_parameters() if isinstance(each, DTensor) and cut_of(each) is not None
-        }
-        compare_replicas(((n, each) for n, each in tensors_of(model) if n not in cuts), "after sharding")
+        cut = set()
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor) and cut_of(parameter) is not None:
+                cut.add(name)
+        replicated = [(name, tensor) for name, tensor in tensors_of(model) if name not in cut]
+        compare_replicas(replicated, "after sharding")
 
     @abstractmethod
     def _shard(self, model: nn.Module) -> None:
@@ -93,18 +96,23 @@ class Sharded(ParallelStrategy):
 
     @override
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        unchecked = {"method": self.name, "compression": "none", "judged": "no"}
-        return {**super().describe(model), "grad_sync": self._traffic.describe() if self._traffic else unchecked}
+        if self._traffic:
+            grad_sync = self._traffic.describe()
+        else:
+            grad_sync = {"method": self.name, "compression": "none", "judged": "no"}
+        return {**super().describe(model), "grad_sync": grad_sync}
 
     def _clip(self, parameters: Any, max_norm: float) -> Tensor:
         """Replaces ``Accelerator.clip_grad_norm_``: the norm is summed over gloo, the same on all ranks."""
         if self._traffic is not None:
             self._traffic.require_averages()
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        parts = [each._local_tensor if isinstance(each, DTensor) else each for each in gradients]
-        norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32)) if parts else torch.zeros(1)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        parts = [local(gradient) for gradient in gradients]
+        norms = torch.zeros(1)
+        if parts:
+            norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
         if host_group().rank() > 0:  # gradients that every rank holds completely count once
-            whole = [isinstance(each, DTensor) and cut_of(each) is None for each in gradients]
+            whole = [isinstance(gradient, DTensor) and cut_of(gradient) is None for gradient in gradients]
             norms[torch.tensor(whole, device=norms.device)] = 0
         mine = (norms.double() ** 2).sum()
         total = sum(row[0] for row in all_gather_floats([mine.item()])) ** 0.5
@@ -120,7 +128,8 @@ def declare_accelerators(args: Any) -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-GATHERED, _SUMS = "gathered", 2
+GATHERED = "gathered"
+_SUMS = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,7 +152,8 @@ class Gathers:
     n-th records of all ranks belong together. What arrived wrong has already been used: every rank stops.
     """
 
-    reported_as, message = "", ""  # in reports; in the error, with ``%s`` for the name of the first wrong one
+    reported_as = ""  # in reports
+    message = ""  # in the error, with ``%s`` for the name of the first wrong one
     advice = ""  # the end of errors
 
     def __init__(self, mover: Mover) -> None:
@@ -169,7 +179,8 @@ class Gathers:
 
     def require_averages(self) -> None:
         self._steps += 1
-        made, self._made_before = self.made - self._made_before, self.made
+        made = self.made - self._made_before
+        self._made_before = self.made
         if made == 0:
             raise SeamError(
                 "cannot verify: the ranks exchanged no gradients in a step that ends with the optimizer; use the "
@@ -178,35 +189,48 @@ class Gathers:
 
     def wait_verified(self, *, step: int) -> None:
         """Check all collectives since the last call. Collective."""
-        gathers, self.gathers = self.gathers, []
-        averages, self.averages = self.averages, []
+        gathers = self.gathers
+        averages = self.averages
+        self.gathers = []
+        self.averages = []
         records = [*gathers, *averages]
-        self._bytes += sum(gather.nbytes for gather in gathers)
-        self._bytes += sum(each.sent.nbytes - each.sent.nbytes // len(each.projected) for each in averages)
+        for gather in gathers:
+            self._bytes += gather.nbytes
+        for average in averages:
+            self._bytes += average.sent.nbytes - average.sent.nbytes // len(average.projected)
         of_all_ranks = exchange(joined_words(records, [False] * len(records)))
-        report, ranks = self._mover.report, len(of_all_ranks)
+        report = self._mover.report
+        ranks = len(of_all_ranks)
         report.count(GATHERED, checked=len(gathers))
         end = len(gathers) * _SUMS * (1 + ranks)
         table = torch.stack([mine[:end] for mine in of_all_ranks]).view(ranks, len(gathers), 1 + ranks, _SUMS)
-        sent, arrived = table[:, :, 0], table[:, :, 1:]  # [from, gather, sums], [at, gather, from, sums]
+        sent = table[:, :, 0]  # [from, gather, sums]
+        arrived = table[:, :, 1:]  # [at, gather, from, sums]
         right = (arrived == sent.transpose(0, 1)[None]).all(dim=3).all(dim=2)  # [at, gather]
-        bad = [(gathers[number].name, list(marked(~right[:, number]))) for number in marked((~right).any(dim=0))]
-        for name, at in bad:
-            row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": at, "kind": "other bytes"}
-            report.incident({**row, "retry": "all_gather", "outcome": "stopped"})
+        bad = []
+        for number in marked((~right).any(dim=0)):
+            bad.append((gathers[number].name, list(marked(~right[:, number]))))
         if bad:
-            report.count(GATHERED, mismatches=len(bad))
-            (name, at), *more = bad
-            also = f" (and {len(more)} more times)" if more else ""
-            raise CorruptionError(
-                f"{self.message % name} at step {step} on ranks {at}{also}. The step was not used and the checkpoints "
-                "already written are intact: run the doctor, then start the same command again to continue from the "
-                f"newest one{self.advice}"
-            )
+            self._stop(bad, step)
         if self.check is not None:
             report.count(STAGE, buckets=len(averages))
             self.made += len(averages)
             self.check.conclude(averages, [mine[end:] for mine in of_all_ranks], step)
+
+    def _stop(self, bad: Sequence[tuple[str, list[int]]], step: int) -> None:
+        """Report the collectives that arrived wrong, name and ranks of each, and end the run."""
+        report = self._mover.report
+        for name, at in bad:
+            row = {"step": step, "stage": GATHERED, "tensor": name, "ranks": at, "kind": "other bytes"}
+            report.incident({**row, "retry": "all_gather", "outcome": "stopped"})
+        report.count(GATHERED, mismatches=len(bad))
+        (name, at), *more = bad
+        also = f" (and {len(more)} more times)" if more else ""
+        raise CorruptionError(
+            f"{self.message % name} at step {step} on ranks {at}{also}. The step was not used and the checkpoints "
+            "already written are intact: run the doctor, then start the same command again to continue from the "
+            f"newest one{self.advice}"
+        )
 
     def describe(self) -> dict[str, Any]:
         sent = round(self._bytes / max(self._steps, 1))
@@ -227,18 +251,21 @@ class FullState:
         """Full trained weights by name, on rank 0's host; empty on others. Collective the first time."""
         if self._kept_model is None:
             reshard(self._model)
-            trained = {name: each.data for name, each in self._model.named_parameters() if each.requires_grad}
+            trained = {}
+            for name, parameter in self._model.named_parameters():
+                if parameter.requires_grad:
+                    trained[name] = parameter.data
             self._kept_model = self._gather(trained)
         return self._kept_model
 
     def optimizer_state(self) -> dict[str, Any]:
         if self._kept_optimizer is None:
             state = self.optimizer.state_dict()
-            sharded = {path: each for path, each in named_tensors(state) if isinstance(each, DTensor)}
+            sharded = {path: tensor for path, tensor in named_tensors(state) if isinstance(tensor, DTensor)}
             full = self._gather(sharded)
             if host_group().rank() == 0:
-                by_id = {id(each): full[path] for path, each in sharded.items()}
-                self._kept_optimizer = map_tensors(state, lambda each: by_id.get(id(each), each))
+                by_id = {id(tensor): full[path] for path, tensor in sharded.items()}
+                self._kept_optimizer = map_tensors(state, lambda tensor: by_id.get(id(tensor), tensor))
             else:
                 self._kept_optimizer = {}
         return self._kept_optimizer
@@ -250,23 +277,29 @@ class FullState:
         result: dict[str, Tensor] = {}
         bad: list[str] = []
         group = host_group()
-        for name, tensor in tensors.items():  # each by itself: memory is bounded
-            part = tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
-            found = shard_digest(tensor) if isinstance(tensor, DTensor) else digest(part)
-            mine = host_copy(part), found.hex()  # a copy that stayed wrong is found on rank 0
-            parts: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-            dist.gather_object(mine, parts, dst=0, group=group)
-            if parts is None:
+        for name, tensor in tensors.items():  # one at a time: memory is bounded
+            part = local(tensor).detach()
+            is_shard = isinstance(tensor, DTensor)
+            part_digest = shard_digest(tensor) if is_shard else digest(part)
+            mine = host_copy(part), part_digest.hex()  # a copy that stayed wrong is found on rank 0
+            gathered: list[Any] | None = None
+            if group.rank() == 0:
+                gathered = [None] * group.size()
+            dist.gather_object(mine, gathered, dst=0, group=group)
+            if gathered is None:
                 continue
-            dim = cut_of(tensor) if isinstance(tensor, DTensor) else None
-            result[name] = parts[0][0] if dim is None else torch.cat([each for each, _ in parts], dim)
-            texts = [text for _, text in parts] if isinstance(tensor, DTensor) else [parts[0][1]]
-            if digest(result[name]) != combine(Digest.from_hex(text) for text in texts):
+            parts = [copy for copy, _ in gathered]
+            digests = [Digest.from_hex(text) for _, text in gathered]
+            if not is_shard:  # every rank holds all of it
+                digests = digests[:1]
+            dim = cut_of(tensor) if is_shard else None
+            result[name] = parts[0] if dim is None else torch.cat(parts, dim)
+            if digest(result[name]) != combine(digests):
                 bad.append(name)
         if max_over_ranks([len(bad)])[0] > 0:
+            first = f" ({bad[0]} first)" if bad else ""
             raise CorruptionError(
-                f"parts of a tensor were gathered with errors{f' ({bad[0]} first)' if bad else ''}, so nothing was "
-                "saved; checkpoints already written are intact: start the same command again to continue from the "
-                "newest one"
+                f"parts of a tensor were gathered with errors{first}, so nothing was saved; checkpoints already "
+                "written are intact: start the same command again to continue from the newest one"
             )
         return result

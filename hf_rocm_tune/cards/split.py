@@ -88,7 +88,8 @@ class Split(ParallelStrategy):
         return (first,) if self.mover.logical else tuple(card.device for card in self.mover.cards)
 
     def _clip(self, *given: Any, **more: Any) -> Tensor:
-        cards = {id(each): self.mover.split.card_of(name) for name, each in self._model.named_parameters()}
+        card_of = self.mover.split.card_of
+        cards = {id(parameter): card_of(name) for name, parameter in self._model.named_parameters()}
         return clip_over_cards(self.mover, cards, *given, **more)
 
     @override
@@ -100,17 +101,23 @@ class Split(ParallelStrategy):
         rows = []
         for number, (layers, card) in enumerate(zip(mover.split.ranges, mover.cards, strict=True)):
             counted = mover.card_reports[number].to_dict()
+            device = str(card.device)
+            if mover.logical:
+                device += " (logical)"
             row = {
                 "card": number,
-                "device": f"{card.device}{' (logical)' if mover.logical else ''}",
+                "device": device,
                 "layers": [layers.start, layers.stop - 1],
                 "model_bytes": held[number],
+                "weights": counted["weights"],
+                BETWEEN_CARDS: counted[BETWEEN_CARDS],
             }
-            rows.append(row | {name: counted[name] for name in ("weights", BETWEEN_CARDS)})
+            rows.append(row)
+        in_flight = self._pipeline.in_flight if self._pipeline else 1
         split = {
             "layers": mover.split.stack,
             "method": "staged through the host",
-            "micro_batches_in_flight": self._pipeline.in_flight if self._pipeline else 1,
+            "micro_batches_in_flight": in_flight,
             "cards": rows,
         }
         return {**super().describe(model), "split": split}
@@ -137,10 +144,12 @@ def clip_over_cards(
         if not mine:
             continue
         gradients = [trained[number].grad for number in mine]
-        there = torch.stack([torch.linalg.vector_norm(each) for each in gradients if each is not None])
+        there = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients if gradient is not None])
         with mover.cards[card].fetched(there, name=f"gradient_norms.from{card}", stage=BETWEEN_CARDS) as fetched:
             norms |= dict(zip(mine, fetched.host.clone(), strict=True))
-    on_host = torch.stack([norms[number] for number in range(len(trained))]) if trained else torch.zeros(1)
+    on_host = torch.zeros(1)
+    if trained:
+        on_host = torch.stack([norms[number] for number in range(len(trained))])
     total = torch.linalg.vector_norm(on_host)
     totals = {}
     for card, mine in sorted(on_card.items()):
@@ -185,18 +194,22 @@ class _Scheduler:
             del self._waiting[number]
             if self.failed:
                 raise _Cancelled
-            self._running, self._reached[number] = number, stage
+            self._running = number
+            self._reached[number] = stage
 
     def _next(self) -> int | None:
         # The last card waits for a loss: no forward pass begins before the rest of it has run on the first card.
         loss_running = any(stage in (self._loss_stage, self._loss_stage + 1) for stage in self._reached.values())
-        ready = [
-            (-stage, number)
-            for number, stage in self._waiting.items()
-            if all(self._reached.get(earlier, -1.0) > stage for earlier in range(number))
-            and not (stage == 0 and loss_running)
-        ]
-        return min(ready)[1] if ready else None
+        ready = []
+        for number, stage in self._waiting.items():
+            if stage == 0 and loss_running:
+                continue
+            if all(self._reached.get(earlier, -1.0) > stage for earlier in range(number)):
+                ready.append((-stage, number))
+        if not ready:
+            return None
+        _, number = min(ready)
+        return number
 
     def leave(self, number: int, *, for_good: bool = False) -> None:
         """The micro-batch has ended its stage: others may run, in that stage too."""
@@ -221,7 +234,9 @@ class _Scheduler:
 
 class _Flight:
     def __init__(self, pipeline: Pipeline, number: int, fetchers: Sequence[Fetcher]) -> None:
-        self._pipeline, self.number, self._fetchers = pipeline, number, fetchers
+        self._pipeline = pipeline
+        self.number = number
+        self._fetchers = fetchers
         self._cuts: list[tuple[Tensor, Tensor, Crossing]] = []
 
     @contextmanager
@@ -276,18 +291,22 @@ class _YieldOnRead(TorchFunctionMode):
 
 class Pipeline:
     def __init__(self, hops: Hops, mover: SplitMover) -> None:
-        self.mover, self._hops = mover, hops
+        self.mover = mover
+        self._hops = hops
         # Measured: with only one more than there are cards, the cards still wait for each other.
         self.in_flight = IN_FLIGHT * len(mover.cards)
         # One set a thread: in a shared queue a fetch would wait behind copies that another micro-batch waits for.
-        self._fetchers = [[card.another_fetcher() for card in mover.cards] for _ in range(self.in_flight)]
+        self._fetchers = []
+        for _ in range(self.in_flight):
+            self._fetchers.append([card.another_fetcher() for card in mover.cards])
         self.scheduler = _Scheduler(len(mover.cards))
         self._window: list[Any] = []
         self._asked = 0
         self._threads: list[threading.Thread] = []
 
     def begin_step(self, window: list[Any]) -> None:
-        self._window, self._asked = window, 0
+        self._window = window
+        self._asked = 0
 
     def step(self, stock: Stock, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """One micro-step, as ``Trainer.training_step``; the first of a window starts all of its micro-batches."""
@@ -295,7 +314,8 @@ class Pipeline:
             return stock(model, inputs, num_items)
         if self._asked == 0:
             self._start(stock, model, inputs, num_items)
-        number, self._asked = self._asked, self._asked + 1
+        number = self._asked
+        self._asked += 1
         try:
             with self._finished:
                 self._finished.wait_for(lambda: self._errors or number in self._losses)
@@ -380,7 +400,8 @@ def can_pipeline(trainer: OwningTrainer) -> bool:
     Not with a router's auxiliary loss, or where buffers are written; nor with a reference: TRL may compute it by the
     same model with its adapters turned off, for all micro-batches at once.
     """
-    args, config = trainer.args, trainer.model.config
+    args = trainer.args
+    config = trainer.model.config
     return (
         args.gradient_accumulation_steps > 1
         and not hasattr(trainer, "ref_model")

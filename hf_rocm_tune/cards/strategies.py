@@ -33,7 +33,7 @@ def strategy_of(args: TrainingArguments | None, mover: Mover) -> ParallelStrateg
     """The strategy of a trainer that was given none, from its arguments, its mover and the launcher's variables."""
     return choose(
         CardSettings(
-            world_size=1 if args is None else args.world_size,
+            world_size=args.world_size if args is not None else 1,
             fsdp=is_on("ACCELERATE_USE_FSDP") or bool(getattr(args, "fsdp", None)),
             split=isinstance(mover, SplitMover),
         )

@@ -46,7 +46,8 @@ _LEFT_WHOLE |= {"replicated_with_grad_allreduce"}
 class Reductions(Gathers):
     """Sums over the ranks in forward and backward. The constructor is collective."""
 
-    reported_as, message = "tensor_parallel", "partial sums of %s from the other card arrived wrong"
+    reported_as = "tensor_parallel"
+    message = "partial sums of %s from the other card arrived wrong"
     advice = ", or train without --tensor_parallel"
 
     def __init__(self, mover: Mover, *, through_host: bool) -> None:
@@ -83,8 +84,12 @@ class Reductions(Gathers):
 
     @override
     def describe(self) -> dict[str, Any]:
-        group = {"process_group": "gloo"} if self._through_host else {}
-        return {**super().describe(), **group, "judged": "digests" if self._judging else "no", "sums": self.made}
+        row = super().describe()
+        if self._through_host:
+            row["process_group"] = "gloo"
+        row["judged"] = "digests" if self._judging else "no"
+        row["sums"] = self.made
+        return row
 
 
 class _Total(torch.autograd.Function):
@@ -104,7 +109,8 @@ class _TotalOfGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, reductions: Reductions, name: str) -> Tensor:
-        ctx.reductions, ctx.name = reductions, name
+        ctx.reductions = reductions
+        ctx.name = name
         return whole.view_as(whole)
 
     @staticmethod
@@ -117,7 +123,8 @@ class _Summing:
 
     def __init__(self, reductions: Reductions, name: str) -> None:
         super().__init__()
-        self._reductions, self._name = reductions, name
+        self._reductions = reductions
+        self._name = name
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         return True
@@ -151,21 +158,23 @@ class _Rows(_Summing, RowwiseParallel):
 def planned(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Module, bool]]:
     """The layers that are cut: name, module (with or without LoRA), and whether by columns."""
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
-    plan, family = dict(base.tp_plan or {}), type(base).__name__
+    plan = dict(base.tp_plan or {})
+    family = type(base).__name__
     text = base.config.get_text_config()
-    if others := sorted(set(plan.values()) - _LEFT_WHOLE - {"colwise", "rowwise"}):
+    others = sorted(set(plan.values()) - _LEFT_WHOLE - {"colwise", "rowwise"})
+    if others:
         raise UsageError(f"--tensor_parallel: transformers' plan for {family} has {others[0]}, which is not supported")
     for heads in ("num_attention_heads", "num_key_value_heads"):
         if (getattr(text, heads, 0) or 0) % ranks:
             raise UsageError(f"--tensor_parallel: {getattr(text, heads)} {heads} cannot be shared by {ranks} cards")
-    found = [
-        (name, module, plan[generic] == "rowwise")
-        for name, module in base.named_modules()
-        if plan.get(generic := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in ("colwise", "rowwise")
-    ]
-    if not found:
+    layers = []
+    for name, module in base.named_modules():
+        generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if plan.get(generic) in ("colwise", "rowwise"):
+            layers.append((name, module, plan[generic] == "rowwise"))
+    if not layers:
         raise UsageError(f"--tensor_parallel: transformers has no plan that cuts weights of {family}")
-    yield from found
+    yield from layers
 
 
 def dims_of(model: nn.Module, ranks: int) -> dict[str, int | None]:
@@ -176,12 +185,22 @@ def dims_of(model: nn.Module, ranks: int) -> dict[str, int | None]:
         path = names[id(module)]
         layer = getattr(module, "base_layer", module)
         if type(layer) is not nn.Linear or getattr(module, "lora_variant", None):
-            what = f"{path} is a {type(layer).__name__}" if type(layer) is not nn.Linear else f"{path} has DoRA"
+            what = f"{path} has DoRA"
+            if type(layer) is not nn.Linear:
+                what = f"{path} is a {type(layer).__name__}"
             raise UsageError(f"--tensor_parallel: {what}; only plain LoRA of linear layers can be cut")
-        own = f"{path}.base_layer" if layer is not module else path
+        own = path
+        if layer is not module:
+            own = f"{path}.base_layer"
         for name, parameter in layer.named_parameters():
-            dims[f"{own}.{name}"] = (1 if parameter.dim() == 2 else None) if by_columns else 0
-        for side, dim in (("lora_A", 1 if by_columns else None), ("lora_B", None if by_columns else 0)):
+            if not by_columns:
+                dims[f"{own}.{name}"] = 0
+            elif parameter.dim() == 2:
+                dims[f"{own}.{name}"] = 1
+            else:  # the bias
+                dims[f"{own}.{name}"] = None
+        of_adapter = {"lora_A": 1, "lora_B": None} if by_columns else {"lora_A": None, "lora_B": 0}
+        for side, dim in of_adapter.items():
             for adapter in getattr(module, side, ()):
                 dims[f"{path}.{side}.{adapter}.weight"] = dim
     for name, parameter in model.named_parameters():
@@ -197,8 +216,12 @@ def summed(model: nn.Module, ranks: int, *, recomputed: bool) -> Iterator[tuple[
     """
     for _, module, by_columns in planned(model, ranks):
         layer: Any = getattr(module, "base_layer", module)
-        rows = sum(each.out_features for each in getattr(module, "lora_A", {}).values())
-        yield module, (2 if recomputed else 1) * (layer.out_features + rows) if by_columns else layer.in_features + rows
+        rank = sum(lora_a.out_features for lora_a in getattr(module, "lora_A", {}).values())
+        if not by_columns:
+            yield module, layer.in_features + rank
+            continue
+        forwards = 2 if recomputed else 1
+        yield module, forwards * (layer.out_features + rank)
 
 
 class _Local(TensorParallelLayer):

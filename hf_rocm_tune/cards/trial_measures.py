@@ -45,8 +45,10 @@ def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
     ``staged_wrong`` of the result: wrong elements after a copy through the host.
     """
     step("waking both devices")
-    destination, source = device_of(request["destination"]), device_of(request["source"])
-    copying, pair = f"copying from {source} to {destination}", _Pair(source, destination)
+    destination = device_of(request["destination"])
+    source = device_of(request["source"])
+    copying = f"copying from {source} to {destination}"
+    pair = _Pair(source, destination)
     problems: list[dict[str, Any] | None] = []
     for number, (words, nbytes, shape, non_blocking) in enumerate(_copies(request["largest"], request["repeats"])):
         step(f"{copying}: {words}")
@@ -58,37 +60,57 @@ def measure_pair(request: Mapping[str, Any]) -> dict[str, Any]:
     host = sent.cpu()
     pair.copies.copy(target, host, what=f"{source} to {destination}, through the host")
     wait_for(target)
-    wrong = [each for each in problems if each is not None]
-    access = bool(torch.cuda.can_device_access_peer(source, destination)) if source.type == "cuda" else None
-    found = {"peer_access": access, "cases": len(problems), "wrong": len(wrong), "problems": wrong[:_KEPT]}
-    return found | {"staged_wrong": _count(target, 3)}
+    wrong = [problem for problem in problems if problem is not None]
+    access = None
+    if source.type == "cuda":
+        access = bool(torch.cuda.can_device_access_peer(source, destination))
+    return {
+        "peer_access": access,
+        "cases": len(problems),
+        "wrong": len(wrong),
+        "problems": wrong[:_KEPT],
+        "staged_wrong": _count(target, 3),
+    }
 
 
 def _copies(largest: int, repeats: int) -> Iterator[tuple[str, int, str, bool]]:
     """Description, bytes, ``contiguous``, ``strided source``, ``strided destination`` or ``cast``, non-blocking."""
     sizes = [size for size in SIZES if size <= largest]
-    kernel, both = min(_KERNEL_BYTES, sizes[-1]), (False, True)
-    found = [("cold", min(64 << 20, sizes[-1]), "contiguous", False)]
-    found += [("warm", size, "contiguous", later) for size in sizes for later in both]
-    shapes = ("strided source", "strided destination", "cast")
-    found += [("warm", size, shape, later) for shape in shapes for size in (sizes[0], kernel) for later in both]
-    found += [(f"repeat {number + 1}", kernel, "contiguous", number % 2 == 1) for number in range(repeats)]
-    for label, nbytes, shape, later in found:
-        yield f"{label}, {nbytes:,} bytes, {shape}{', non_blocking' if later else ''}", nbytes, shape, later
+    kernel = min(_KERNEL_BYTES, sizes[-1])
+    cases = [("cold", min(64 << 20, sizes[-1]), "contiguous", False)]
+    for size in sizes:
+        for non_blocking in (False, True):
+            cases.append(("warm", size, "contiguous", non_blocking))
+    for shape in ("strided source", "strided destination", "cast"):
+        for size in (sizes[0], kernel):
+            for non_blocking in (False, True):
+                cases.append(("warm", size, shape, non_blocking))
+    for number in range(repeats):
+        cases.append((f"repeat {number + 1}", kernel, "contiguous", number % 2 == 1))
+    for label, nbytes, shape, non_blocking in cases:
+        words = f"{label}, {nbytes:,} bytes, {shape}"
+        if non_blocking:
+            words += ", non_blocking"
+        yield words, nbytes, shape, non_blocking
 
 
 class _Pair:
     """Copies between two devices; keeps what was sent before, to recognise stale bytes."""
 
     def __init__(self, source: torch.device, destination: torch.device) -> None:
-        self._source, self._destination, self.copies = source, destination, Copies()
+        self._source = source
+        self._destination = destination
+        self.copies = Copies()
         self._earlier: Tensor | None = None
 
     def buffers(self, nbytes: int, number: int, *, back: bool = False, cast: bool = False) -> tuple[Tensor, Tensor]:
         """A pattern on one device, float32[nbytes / 4], and poisoned memory on the other."""
-        source, destination = (self._source, self._destination)[:: -1 if back else 1]
+        source, destination = self._source, self._destination
+        if back:
+            source, destination = destination, source
         sent = _words(nbytes, number, source)
-        target = _poisoned(sent.numel(), torch.bfloat16 if cast else torch.float32, destination)
+        dtype = torch.bfloat16 if cast else torch.float32
+        target = _poisoned(sent.numel(), dtype, destination)
         wait_for(sent, target)
         return sent, target
 
@@ -114,15 +136,16 @@ class _Pair:
 
     def both_ways(self, nbytes: int) -> Iterator[dict[str, Any] | None]:
         """Copy in both directions at the same time. Yields for each the same as `try_case`."""
-        ways = [self.buffers(nbytes, 1), self.buffers(nbytes, 2, back=True)]
-        for sent, target in ways:
+        directions = [self.buffers(nbytes, 1), self.buffers(nbytes, 2, back=True)]
+        for sent, target in directions:
             words = f"{sent.device} to {target.device}: both directions at once"
             with contextlib.ExitStack() as stack:  # a copy waits for the current streams of both: new ones for each
-                for device in (each for each in (sent.device, target.device) if each.type == "cuda"):
-                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+                for device in (sent.device, target.device):
+                    if device.type == "cuda":
+                        stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
                 self.copies.copy(target, sent, what=words, non_blocking=True)
-        wait_for(*(sent for sent, _ in ways))
-        for number, (sent, target) in enumerate(ways, 1):
+        wait_for(*(sent for sent, _ in directions))
+        for number, (sent, target) in enumerate(directions, 1):
             words = f"both directions at once, {nbytes:,} bytes, {sent.device} to {target.device}"
             yield self._examine(words, target, nbytes, number)
 
@@ -177,7 +200,9 @@ _EXACT = 256
 
 def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
     """Join the other ranks, sum, compare. A ``fault`` of the request that is no ending: a wrong element in each sum."""
-    rank, world, backend = request["rank"], request["world"], request["backend"]
+    rank = request["rank"]
+    world = request["world"]
+    backend = request["backend"]
     device = device_of(request)
     step(f"joining a process group of {world} over {backend}")
     store = dist.FileStore(request["store"], world)  # type: ignore[attr-defined]  # not in torch's annotations
@@ -195,9 +220,10 @@ def measure_sums(request: Mapping[str, Any]) -> dict[str, Any]:
         if request.get("fault"):
             summed[summed.numel() // 2] += 1
         right = torch.zeros_like(summed)
-        for each in range(world):
-            right += _numbers(cases, each, count, dtype, world, device)
-        if (damage := examine(as_bytes(summed.cpu()), as_bytes(right.cpu()))) is not None:
+        for other in range(world):
+            right += _numbers(cases, other, count, dtype, world, device)
+        damage = examine(as_bytes(summed.cpu()), as_bytes(right.cpu()))
+        if damage is not None:
             problems.append({"case": words, "damage": _damage_row(damage)})
     step(f"leaving the process group over {backend}")
     dist.barrier()

@@ -109,7 +109,8 @@ class Checkpoints:
 
     def __init__(self, trainer: OwningTrainer, publisher: Any) -> None:
         """``publisher`` uploads what has its manifest: a `checkpoint` or the `result`; only the latter raises."""
-        self._trainer, self._publisher = trainer, publisher
+        self._trainer = trainer
+        self._publisher = publisher
         self._stage: StagedSave | None = None  # while upstream writes
         self._given_args: Any = None  # the trainer's arguments meanwhile
         self._written_in: Path | None = None  # where in the staging directory it has written the model
@@ -183,19 +184,19 @@ class Checkpoints:
             self._forget_full()
             stage.drop(first=self._first)
 
-    def _write_manifest(self, directory: Path, status: manifest.Status, found: Mapping[str, Readback]) -> None:
+    def _write_manifest(self, directory: Path, status: manifest.Status, readbacks: Mapping[str, Readback]) -> None:
         require_owned(Path(self._trainer.args.output_dir))
         files = None
         if status == "final":  # a result may lie beside other files
-            files = found
+            files = readbacks
         manifest.write(
             directory,
             run_id=self._trainer.run_id,
             step=self._trainer.state.global_step,
             status=status,
             files=files,
-            entries=_entries(found),
-            tensors=_digests(found),
+            entries=_entries(readbacks),
+            tensors=_digests(readbacks),
             extra={"compared": not self.saves_shards, "base": self._base(), "base_files": self._base_record()},
         )
 
@@ -246,11 +247,13 @@ class Checkpoints:
 
     def save(self, write: Callable[[], None], final: Path) -> None:
         """Save a checkpoint in ``final`` with upstream's ``write``. Collective."""
-        trainer, state = self._trainer, self._trainer.state
+        trainer = self._trainer
+        state = trainer.state
         read_back: dict[str, Readback] = {}
         saved_state.stabilise_prompts(self._bare_model())
         trainer.before_save()
-        best_before, saved = state.best_model_checkpoint, False
+        best_before = state.best_model_checkpoint
+        saved = False
 
         def write_by_upstream(_root: Path) -> None:
             self._write_by_upstream(write)
@@ -292,13 +295,15 @@ class Checkpoints:
         self._given_args = self._trainer.args
         args = copy.copy(self._given_args)
         assert self._stage is not None
-        args.output_dir, args.push_to_hub = str(self._stage.root), False
+        args.output_dir = str(self._stage.root)
+        args.push_to_hub = False
         args.save_only_model = args.save_only_model or not self.saves_shards
         self._trainer.args = args
         try:
             write()
         finally:
-            self._trainer.args, self._given_args = self._given_args, None
+            self._trainer.args = self._given_args
+            self._given_args = None
 
     def _write_model(self, directory: Path) -> None:
         """A part of a checkpoint; the arguments beside it are those of the run."""
@@ -306,7 +311,8 @@ class Checkpoints:
         self._with_given_args(partial(self._trainer.write_model, str(directory)))
 
     def _with_given_args(self, write: Callable[[], None]) -> None:
-        inside, self._trainer.args = self._trainer.args, self._given_args
+        inside = self._trainer.args
+        self._trainer.args = self._given_args
         try:
             write()
         finally:
@@ -314,7 +320,8 @@ class Checkpoints:
 
     def _write_states(self, staged: Path, final: Path) -> None:
         """Write what belongs to a checkpoint beside the model, each rank its own files. Collective."""
-        trainer, state = self._trainer, self._trainer.state
+        trainer = self._trainer
+        state = trainer.state
         if trainer.full_state is not None and not trainer.args.save_only_model:
             trainer.full_state.optimizer_state()
         # upstream looks for the best checkpoint beside the staged one, where it is not
@@ -327,15 +334,15 @@ class Checkpoints:
                 f"transformers did not write {final.name} into output_dir: this version of "
                 "transformers is not supported, install the one named in pyproject.toml"
             )
-        for each in self._own_states():
-            each.write(staged)
+        for own_state in self._own_states():
+            own_state.write(staged)
 
-    def _seal_checkpoint(self, staged: Path, final: Path, found: dict[str, Readback]) -> None:
-        for others in gather_object([found]):
-            found |= others
+    def _seal_checkpoint(self, staged: Path, final: Path, readbacks: dict[str, Readback]) -> None:
+        for others in gather_object([readbacks]):
+            readbacks |= others
         if not self._first:
             return
-        self._write_manifest(staged, "checkpoint", found)
+        self._write_manifest(staged, "checkpoint", readbacks)
         if os.path.lexists(final) and not is_wholly_of(final, self._trainer.run_id):
             aside = move_aside(final, "kept")
             logger.warning("%s exists and is not from this run: renamed to %s", final.name, aside.name)
@@ -352,7 +359,8 @@ class Checkpoints:
 
     def _states(self) -> list[State]:
         """All files of a checkpoint beside the model; a new one is one row."""
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
+        args = trainer.args
         several = args.world_size > 1
         random_name = "rng_state.pth"
         if several:
@@ -455,7 +463,8 @@ class Checkpoints:
     def _written_beside(self, directory: Path, write: Callable[[Path], Iterable[str]]) -> list[str]:
         """The names of the files that are written beside a result; its JSON can be read again. Collective."""
         for _ in range(_READS):
-            names, broken = list(write(directory)), []
+            names = list(write(directory))
+            broken: list[str] = []
             if self._first:
                 broken = [name for name in names if name.endswith(".json") and not _is_json(directory / name)]
             broken = broadcast_object_list([broken])[0]
@@ -470,7 +479,8 @@ class Checkpoints:
 
     def _save_result(self, destination: Path, *, keep: Collection[str] = ()) -> None:
         self._trainer.before_save()
-        write, publish = partial(self._write_result, destination), partial(self._publish_result, destination, keep)
+        write = partial(self._write_result, destination)
+        publish = partial(self._publish_result, destination, keep)
         if not self._staged(destination / "model", write, publish):
             raise UsageError(
                 f"no space left in {destination}: the result was not saved. The checkpoints are intact: free some "
@@ -497,11 +507,13 @@ class Checkpoints:
         if self.start is not None and not self.saves_shards:
             now = saved_state.adapter_on_host(self._bare_model(), self._trainer.mover, self._full_model())
             plain = plain_lora(now, self.start.tensors())
-        found = self._verified(root, (), plain=plain)
+        readbacks = self._verified(root, (), plain=plain)
         for name in keep:
             (root / name).unlink(missing_ok=True)
-        rest = [name for name in manifest.list_files(root) if name not in found]
-        self._saved = found | {name: Readback(manifest.entry_of(root / name)) for name in rest}
+        for name in manifest.list_files(root):
+            if name not in readbacks:
+                readbacks[name] = Readback(manifest.entry_of(root / name))
+        self._saved = readbacks
         (destination / manifest.MANIFEST_NAME).unlink(missing_ok=True)
         move_files(root, destination)
 
@@ -544,7 +556,8 @@ class Checkpoints:
         if self.saves_shards:
             stock()
             return
-        model, prompts = self._bare_model(), self._prompts()
+        model = self._bare_model()
+        prompts = self._prompts()
         load = saved_state.load_model
         if hasattr(model, "peft_config"):
             load = saved_state.load_adapters
@@ -608,7 +621,8 @@ class Checkpoints:
     def _differing_from(self, directory: Path) -> list[str]:
         """Names of live tensors that differ from a checkpoint's files, or of files' tensors that differ from its
         manifest's digests, the same on every rank."""
-        is_sharded, live = self._trainer.full_state is not None, self._full_model()
+        is_sharded = self._trainer.full_state is not None
+        live = self._full_model()
         differing: list[str] = []
         if not is_sharded or self._first:
             compared = saved_state.compare_model(directory, self._bare_model(), live)
@@ -628,14 +642,13 @@ class Checkpoints:
         Each attempt writes to another directory, so that a bad block of the disk stays occupied meanwhile; from the
         third attempt on it writes host copies that were compared with the device.
         """
-        found = self._compare(directory, states, plain)
+        readbacks = self._compare(directory, states, plain)
         for again in range(1, _WRITES):
-            bad = [name for name, readback in found.items() if readback.differing]
+            bad = [name for name, readback in readbacks.items() if readback.differing]
             if not bad:
                 break
-            logger.warning(
-                "%s differs from the live state (%s first): written again", directory.name, found[bad[0]].differing[0]
-            )
+            first = readbacks[bad[0]].differing[0]
+            logger.warning("%s differs from the live state (%s first): written again", directory.name, first)
             scratch = create_staging(directory)
             try:
                 self._write_again(scratch, states, fetched=again > 1)
@@ -647,10 +660,10 @@ class Checkpoints:
                     if not readback.differing:
                         (directory / name).parent.mkdir(exist_ok=True)
                         os.replace(scratch / name, directory / name)
-                    found[name] = readback
+                    readbacks[name] = readback
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-        differing = _differing(found)
+        differing = _differing(readbacks)
         if differing:
             raise CorruptionError(
                 f"what was saved at step {self._trainer.state.global_step} differs from the live state after {_WRITES} "
@@ -658,7 +671,7 @@ class Checkpoints:
                 "earlier checkpoints are intact: check the disk and the memory, then start the same command again"
             )
         self._trainer.before_manifest(directory)
-        return found
+        return readbacks
 
     def _write_again(self, directory: Path, states: Sequence[State], *, fetched: bool) -> None:
         trainer = self._trainer
@@ -667,20 +680,20 @@ class Checkpoints:
                 trainer._save(str(directory), state_dict=saved_state.model_on_host(self._bare_model()))
             else:
                 trainer.write_model(str(directory))
-        for each in states:
-            each.write(directory, fetched=fetched)
+        for state in states:
+            state.write(directory, fetched=fetched)
 
     def _compare(
         self, directory: Path, states: Sequence[State], plain: Mapping[str, Tensor] | None
     ) -> dict[str, Readback]:
-        found: dict[str, Readback] = {}
+        readbacks: dict[str, Readback] = {}
         if self._first and not self.saves_shards:
-            found |= saved_state.compare_model(directory, self._bare_model(), self._full_model(), plain)
+            readbacks |= saved_state.compare_model(directory, self._bare_model(), self._full_model(), plain)
         for state in states:
-            found[state.name] = saved_state.compare_state(directory / state.name, state.live())
-        verified = sum(not readback.differing for readback in found.values())
-        self._trainer.transfer_report.count("files", verified=verified, mismatches=len(_differing(found)))
-        return found
+            readbacks[state.name] = saved_state.compare_state(directory / state.name, state.live())
+        equal = [name for name, readback in readbacks.items() if not readback.differing]
+        self._trainer.transfer_report.count("files", verified=len(equal), mismatches=len(_differing(readbacks)))
+        return readbacks
 
     @property
     def _first(self) -> bool:
@@ -717,21 +730,22 @@ class Checkpoints:
             stage.attempt(lambda: made.append(create_staging(final)))
         (made,) = broadcast_object_list([made])
         if made:
-            stage.root, stage.usable = made[0], True
+            stage.root = made[0]
+            stage.usable = True
             if not stage.root.is_dir():
                 who = f"rank {self._trainer.args.process_index} does not see {stage.root}"
                 stage.failure = UsageError(f"{who}: put output_dir on a disk that all nodes share")
         return stage
 
 
-def _entries(found: Mapping[str, Readback]) -> dict[str, manifest.FileEntry]:
-    return {name: readback.entry for name, readback in found.items() if readback.entry is not None}
+def _entries(readbacks: Mapping[str, Readback]) -> dict[str, manifest.FileEntry]:
+    return {name: readback.entry for name, readback in readbacks.items() if readback.entry is not None}
 
 
-def _digests(found: Mapping[str, Readback]) -> dict[str, str]:
+def _digests(readbacks: Mapping[str, Readback]) -> dict[str, str]:
     """The digests of all tensors of these files, by ``file:name``."""
     digests: dict[str, str] = {}
-    for readback in found.values():
+    for readback in readbacks.values():
         digests |= readback.digests
     return digests
 
@@ -744,17 +758,20 @@ def _recorded_digests(directory: Path) -> Mapping[str, str]:
     return written.tensors
 
 
-def _differing(found: Mapping[str, Readback]) -> list[str]:
-    return [name for readback in found.values() for name in readback.differing]
+def _differing(readbacks: Mapping[str, Readback]) -> list[str]:
+    names: list[str] = []
+    for readback in readbacks.values():
+        names += readback.differing
+    return names
 
 
-def _not_as_recorded(directory: Path, found: Mapping[str, Readback]) -> list[str]:
+def _not_as_recorded(directory: Path, readbacks: Mapping[str, Readback]) -> list[str]:
     """Names of tensors whose digests in the manifest are others than those of the files.
 
     The files were verified before they were loaded, and may have changed since.
     """
     recorded = _recorded_digests(directory)
-    return [label for label, digest in _digests(found).items() if recorded.get(label, digest) != digest]
+    return [label for label, digest in _digests(readbacks).items() if recorded.get(label, digest) != digest]
 
 
 def _until_equal(load: Callable[[], list[str]], where: str) -> None:

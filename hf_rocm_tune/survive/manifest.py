@@ -110,8 +110,8 @@ def read(directory: Path) -> Manifest | FileProblem:
 
 def run_of(directory: Path) -> str | None:
     """The id of the run that has written ``directory``; None without a manifest that can be read."""
-    found = read(directory)
-    return found.run_id if isinstance(found, Manifest) else None
+    written = read(directory)
+    return written.run_id if isinstance(written, Manifest) else None
 
 
 def inspect(directory: Path) -> Inspection:
@@ -123,7 +123,8 @@ def inspect(directory: Path) -> Inspection:
 
 
 def compare(directory: Path, entries: Mapping[str, FileEntry]) -> list[FileProblem]:
-    return [found for name, entry in entries.items() if (found := _check(directory, name, entry))]
+    problems = [_check(directory, name, entry) for name, entry in entries.items()]
+    return [problem for problem in problems if problem is not None]
 
 
 def verify(directory: Path) -> list[FileProblem]:
@@ -138,14 +139,14 @@ def _check(directory: Path, name: str, entry: FileEntry) -> FileProblem | None:
         if size != entry.bytes:
             kind = "truncated" if size < entry.bytes else "changed"
             return FileProblem(name, kind, f"{size} bytes, {entry.bytes} were written")
-        found = _digest(path)
+        there = _digest(path)
     except FileNotFoundError:
         return FileProblem(name, "missing", f"{entry.bytes} bytes were written")
     except RefusedName as error:
         return FileProblem(name, "refused", str(error))
     except (OSError, ValueError) as error:
         return FileProblem(name, "unreadable", str(error))
-    if found != entry:
+    if there != entry:
         return FileProblem(name, "changed", "its bytes are not those that were written")
     return None
 
@@ -174,8 +175,8 @@ def entry_of(path: Path) -> FileEntry:
 def read_once(path: Path) -> Iterator[tuple[Path, FileEntry]]:
     """A file as it lies on disk, read once: the path of a sealed copy in this process's memory, size and SHA-256."""
     drop_from_cache(path)
-    with _sealed(path.name, lambda copy: _digest(path, copy)) as found:
-        yield found
+    with _sealed(path.name, lambda copy: _digest(path, copy)) as sealed:
+        yield sealed
 
 
 @contextmanager
@@ -195,7 +196,8 @@ class PrivateCopy:
     """The files of a directory as they were read once; `directory` shows the copies, and nobody can write to them."""
 
     def __init__(self, directory: Path, names: Iterable[str], entries: Mapping[str, FileEntry] | None = None) -> None:
-        self._open, self.entries = ExitStack(), dict[str, FileEntry]()
+        self._open = ExitStack()
+        self.entries: dict[str, FileEntry] = {}
         weakref.finalize(self, self._open.close)
         self.directory = Path(self._open.enter_context(TemporaryDirectory(prefix="hf-rocm-tune-")))
         for name in names:
@@ -224,7 +226,8 @@ def drop_from_cache(path: Path) -> None:
 
 
 def _digest(path: Path, copy: BinaryIO | None = None) -> FileEntry:
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
@@ -237,7 +240,7 @@ def _digest(path: Path, copy: BinaryIO | None = None) -> FileEntry:
 def to_json(manifest: Manifest) -> str:
     """The content of ``integrity.json``."""
     body: dict[str, Any] = {"schema": SCHEMA, **asdict(manifest)}
-    return json.dumps(body | {"digest": _own_digest(body)}, indent=1)
+    return json.dumps({**body, "digest": _own_digest(body)}, indent=1)
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:

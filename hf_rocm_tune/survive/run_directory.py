@@ -91,9 +91,10 @@ class RunRecord:
 
 
 def new_record(settings: Mapping[str, Any]) -> RunRecord:
-    now, kept = datetime.now(UTC), redact_json(deciding_settings(settings))
+    now = datetime.now(UTC)
+    kept = redact_json(deciding_settings(settings))
     run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
-    names = {name: Path(settings[name]).name for name in _READ if str(kept.get(name)).startswith("content ")}
+    names = {name: Path(settings[name]).name for name in _READ if _is_content(kept.get(name))}
     return RunRecord(run_id=run_id, settings=kept, started=now.isoformat(timespec="seconds"), names=names)
 
 
@@ -123,20 +124,41 @@ def read_record(directory: Path) -> RunRecord | None:
 
 def skip_step(directory: Path, step: int) -> None:
     """Leave an optimizer step (from 1) out of this run, at this and every later start."""
-    if (record := read_record(directory)) is not None:
-        write_record(directory, replace(record, skipped_steps=tuple(sorted({*record.skipped_steps, step}))))
+    record = read_record(directory)
+    if record is not None:
+        skipped = sorted({*record.skipped_steps, step})
+        write_record(directory, replace(record, skipped_steps=tuple(skipped)))
 
 
 def deciding_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are not `IGNORED`, as JSON represents them, without secrets; local files by their content."""
-    kept = {k: v for k, v in settings.items() if k not in IGNORED and not k.startswith(IGNORED_PREFIXES)}
+    kept = {}
+    for name, value in settings.items():
+        if name not in IGNORED and not name.startswith(IGNORED_PREFIXES):
+            kept[name] = value
     if not kept.get("packing"):  # how the rows are divided over processes decides how they are packed
         kept.pop("dataset_num_proc", None)
-    kept |= {name: _content(name, kept[name]) for name in _READ if isinstance(kept.get(name), str)}
-    # NaN equals itself only as text.
-    text = json.dumps(without_secrets(kept), default=lambda each: sorted(each) if isinstance(each, set) else str(each))
-    found: dict[str, Any] = json.loads(text, parse_constant=str)
-    return found
+    for name in _READ:
+        if isinstance(kept.get(name), str):
+            kept[name] = _content(name, kept[name])
+    as_json = json.dumps(without_secrets(kept), default=_sorted_or_text)
+    deciding: dict[str, Any] = json.loads(as_json, parse_constant=str)  # NaN equals itself only as text
+    return deciding
+
+
+def _sorted_or_text(value: Any) -> list[Any] | str:
+    """For JSON, which has no sets."""
+    if isinstance(value, set):
+        return sorted(value)
+    return str(value)
+
+
+_CONTENT = "content "
+
+
+def _is_content(recorded: Any) -> bool:
+    """Whether a recorded setting is the digest of a local file or directory, see `_content`."""
+    return str(recorded).startswith(_CONTENT)
 
 
 def _content(setting: str, text: str) -> str:
@@ -148,23 +170,27 @@ def _content(setting: str, text: str) -> str:
         return text
     files = [top]
     if os.path.isdir(top):
-        files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
+        files = []
+        for folder, _, names in os.walk(top):
+            files += [os.path.join(folder, name) for name in names]
+        files.sort()
     known = _FileDigests()
-    found = hashlib.sha256()
+    content = hashlib.sha256()
     for file in filter(os.path.isfile, files):
-        if "/." in (name := file[len(top) :]):
+        name = file[len(top) :]
+        if "/." in name:
             continue
         size = os.path.getsize(file)
-        found.update(f"{name} {size}\n".encode())
+        content.update(f"{name} {size}\n".encode())
         if size <= 2 * _END_BYTES or (setting == _MODELS[0] and name.endswith(".safetensors")):
             with open(file, "rb") as opened:
-                found.update(opened.read(_END_BYTES))
+                content.update(opened.read(_END_BYTES))
                 opened.seek(max(size - _END_BYTES, opened.tell()))
-                found.update(opened.read())
+                content.update(opened.read())
         else:
-            found.update(known.digest_of(file))
+            content.update(known.digest_of(file))
     known.write()
-    return f"content {found.hexdigest()[:32]}"
+    return f"{_CONTENT}{content.hexdigest()[:32]}"
 
 
 class _FileDigests:
@@ -178,13 +204,15 @@ class _FileDigests:
             self._rows = read_object(self._path)
 
     def digest_of(self, file: str) -> bytes:
-        path, details = os.path.realpath(file), os.stat(file)
+        path = os.path.realpath(file)
+        details = os.stat(file)
         state = [details.st_size, details.st_dev, details.st_ino, details.st_mtime_ns, details.st_ctime_ns]
         row = self._rows.get(path)
         if not isinstance(row, dict) or row.get("state") != state or not isinstance(row.get("sha256"), str):
             with open(file, "rb") as opened:
                 row = {"state": state, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-            self._rows[path], self._is_changed = row, True
+            self._rows[path] = row
+            self._is_changed = True
         return str(row["sha256"]).encode()
 
     def write(self) -> None:
@@ -198,7 +226,7 @@ class _FileDigests:
 def _restore(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """What to do where two records differ only in what local files have: they may have changed by a fault."""
     changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    if not all(str(each.get(key)).startswith("content ") for key in changed for each in (old, new)):
+    if not all(_is_content(old.get(key)) and _is_content(new.get(key)) for key in changed):
         return ""
     return "; if it was not meant to change on disk, restore it, and the same command goes on"
 
@@ -207,9 +235,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """ "learning_rate 0.0002 -> 0.001, seed 1 -> 2 and 3 more": differences between two records' settings."""
     rows = []
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
-            contents = any(str(each.get(key)).startswith("content ") for each in (old, new))
-            rows.append(f"the content of {key}" if contents else f"{key} {old.get(key)!r} -> {new.get(key)!r}")
+        before, after = old.get(key), new.get(key)
+        if before == after:
+            continue
+        if _is_content(before) or _is_content(after):
+            rows.append(f"the content of {key}")
+        else:
+            rows.append(f"{key} {before!r} -> {after!r}")
     return listed(rows, 5)
 
 
@@ -220,8 +252,12 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """(step, path) of each ``checkpoint-N`` in ``directory``, by step; empty if it does not exist."""
     if not directory.is_dir():
         return []
-    found = [(CHECKPOINT_NAME.match(path.name), path) for path in directory.iterdir() if path.is_dir()]
-    return sorted((int(match[1]), path) for match, path in found if match)
+    checkpoints = []
+    for path in directory.iterdir():
+        match = CHECKPOINT_NAME.match(path.name)
+        if match and path.is_dir():
+            checkpoints.append((int(match[1]), path))
+    return sorted(checkpoints)
 
 
 def run_settings(directory: Path) -> dict[str, Any]:
@@ -251,16 +287,20 @@ def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
 
 def is_wholly_of(directory: Path, run_id: str) -> bool:
     """Whether a run has written all that is in a directory, by its manifest."""
-    found = manifest.read(directory)
-    if directory.is_symlink() or isinstance(found, manifest.FileProblem) or found.run_id != run_id:
+    written = manifest.read(directory)
+    if directory.is_symlink() or isinstance(written, manifest.FileProblem) or written.run_id != run_id:
         return False
-    return {*manifest.list_files(directory)} <= {*found.files}
+    return {*manifest.list_files(directory)} <= {*written.files}
 
 
 def move_aside(path: Path, why: str) -> Path:
     """Rename to ``WHY-NAME``, or the first of ``WHY-NAME.1``, ``WHY-NAME.2`` ... that does not exist."""
-    names = (path.with_name(f"{why}-{path.name}{f'.{number}' if number else ''}") for number in itertools.count())
-    return path.rename(next(each for each in names if not os.path.lexists(each)))
+    target = path.with_name(f"{why}-{path.name}")
+    for number in itertools.count(1):
+        if not os.path.lexists(target):
+            break
+        target = path.with_name(f"{why}-{path.name}.{number}")
+    return path.rename(target)
 
 
 # ---- the start of a run -------------------------------------------------------------------------------------
@@ -320,21 +360,13 @@ def prepare_output_dir(
     ``restarted``: a launcher started this command again, so that ``overwrite`` and a named checkpoint have been applied
     already. ``restart_of``: our supervisor started it again, after this run; for another run it says nothing.
     """
-    directory, lock, made = Path(path), None, tuple[Path, ...]()
+    directory = Path(path)
+    lock = None
+    made: tuple[Path, ...] = ()
     try:
         _refuse_inputs(directory, settings)
-        there = directory.is_dir() and read_record(directory) is None and os.listdir(directory)
-        if there and (names := sorted(each for each in there if not _MAY_BE_THERE.match(each))):
-            raise UsageError(
-                f"{directory} is not empty, and no run of hf-rocm-tune has written what is in it "
-                f"({listed(names, 6)}): choose another --output_dir, or move that elsewhere"
-            )
-        for name in (*_OWN, RUN_FILE, manifest.MANIFEST_NAME):
-            if os.path.lexists(directory / name) and not stat.S_ISREG(os.lstat(directory / name).st_mode):
-                raise UsageError(
-                    f"{directory / name} is a link or no plain file, and a run writes a file of that name: move it away"
-                )
-        made = tuple(each for each in (directory, *directory.parents) if not each.exists())
+        _refuse_foreign_content(directory)
+        made = tuple(folder for folder in (directory, *directory.parents) if not folder.exists())
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
         return replace(_Start(directory, settings, lock, resume).decide(overwrite, restarted, restart_of), made=made)
@@ -357,37 +389,51 @@ class _Start:
     """One start in a directory: the request, and what is found there."""
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], lock: RunLock, resume: str | bool | None) -> None:
-        self._directory, self._lock, self._new = directory, lock, new_record(settings)
+        self._directory = directory
+        self._lock = lock
+        self._new = new_record(settings)
         value = str(resume or False).strip().lower()
         self._newest_wanted = value in ("true", "yes", "1")
-        self._named = None if self._newest_wanted or value in ("false", "no", "0", "") else Path(str(resume))
+        self._named: Path | None = None
+        if value not in ("true", "yes", "1", "false", "no", "0", ""):
+            self._named = Path(str(resume))
         self._notes: list[str] = []
         clean_leftovers(directory)
 
     def decide(self, overwrite: bool, restarted: bool, restart_of: str | None) -> StartPlan:
-        directory, record = self._directory, read_record(self._directory)
+        record = read_record(self._directory)
+        same = False
         if record is not None:
             record = self._with_added(record)
-        same = record is not None and record.settings == self._new.settings
-        if record is not None:
+            same = record.settings == self._new.settings
             restarted = restarted or restart_of == record.run_id
         if overwrite and not (same and restarted):
             return self._begin_again(record)
-        extended = None if record is None or same else self._extended(record)
-        if record is not None and not same and extended is None:
-            checkpoints = list_checkpoints(directory)
-            restore = _restore(record.settings, self._new.settings)
-            onward = f", with --resume_from_checkpoint {checkpoints[-1][1]} to go on from there" if checkpoints else ""
-            raise UsageError(
-                f"{directory} holds another run, which differs in "
-                f"{differences(record.settings, self._new.settings)}: choose another --output_dir"
-                f"{onward}, or give --overwrite_output_dir to delete that run{restore}"
-            )
+        extended = None
+        if record is not None and not same:
+            extended = self._extended(record)
+            if extended is None:
+                raise self._another_run(record)
         record = extended or record or self._new
         if self._named is not None and not restarted:
             return self._resume(self._named, record)
         plan = self._continue(record, may_be_finished=extended is None)
-        return self._resume(self._named, record) if self._named is not None and plan.action == "fresh" else plan
+        if self._named is not None and plan.action == "fresh":
+            return self._resume(self._named, record)
+        return plan
+
+    def _another_run(self, record: RunRecord) -> UsageError:
+        """The directory holds a run with other settings."""
+        onward = ""
+        checkpoints = list_checkpoints(self._directory)
+        if checkpoints:
+            onward = f", with --resume_from_checkpoint {checkpoints[-1][1]} to go on from there"
+        restore = _restore(record.settings, self._new.settings)
+        return UsageError(
+            f"{self._directory} holds another run, which differs in "
+            f"{differences(record.settings, self._new.settings)}: choose another --output_dir"
+            f"{onward}, or give --overwrite_output_dir to delete that run{restore}"
+        )
 
     def _with_added(self, record: RunRecord) -> RunRecord:
         """The record with the settings of `ADDED`, which this start takes from it where the user leaves them out."""
@@ -395,15 +441,15 @@ class _Start:
         asked = self._new.settings
         left_out = {name: settings[name] for name in ADDED if name in asked and asked[name] is None}
         self._new = replace(self._new, settings={**asked, **left_out})
-        return replace(
-            record, settings={name: settings[name] for name in settings if name in asked or name not in ADDED}
-        )
+        compared = {name: value for name, value in settings.items() if name in asked or name not in ADDED}
+        return replace(record, settings=compared)
 
     def _extended(self, record: RunRecord) -> RunRecord | None:
         """The record of this run with more steps; None if it is another run, or its rates depend on their number."""
         before, now = record.settings, self._new.settings
         longer = {name: now[name] for name in _LENGTH if name in now and _is_longer(before.get(name), now[name])}
-        schedule, warmup = now.get("lr_scheduler_type"), now.get("warmup_steps") or 0  # below 1: a share of all steps
+        schedule = now.get("lr_scheduler_type")
+        warmup = now.get("warmup_steps") or 0  # below 1: a share of all steps
         constant = schedule == "constant" or (schedule == "constant_with_warmup" and warmup >= 1)
         if {**before, **longer} != now or not constant or now.get("grad_compression") == "powersgd":
             return None
@@ -422,13 +468,15 @@ class _Start:
         """Plan for the same command: finished, or from the newest verified checkpoint, or from the beginning."""
         if may_be_finished and not self._newest_wanted and self._is_finished(record):
             return self._plan("finished", record)
-        damaged, newest = list[Path](), None
+        damaged: list[Path] = []
+        newest = None
         for _, path in reversed(list_checkpoints(self._directory)):
-            found = manifest.inspect(path)
-            if found.manifest is None and found.problems[0].kind == "missing":
+            inspected = manifest.inspect(path)
+            problems, written = inspected.problems, inspected.manifest
+            if written is None and problems[0].kind == "missing":
                 self._notes.append(f"{path.name} is skipped: it has no {manifest.MANIFEST_NAME}, it is not attested")
-            elif found.problems or found.manifest is None or found.manifest.run_id != record.run_id:
-                why = found.problems[0] if found.problems else "it belongs to another run"
+            elif problems or written is None or written.run_id != record.run_id:
+                why = problems[0] if problems else "it belongs to another run"
                 self._notes.append(f"{path.name} is damaged and is renamed: {why}")
                 damaged.append(path)
             else:
@@ -440,16 +488,18 @@ class _Start:
                 f"{''.join(f'; {note}' for note in self._notes)}; leave the flag out to start at step 0"
             )
         if damaged:
-            kept = f"continuing from {newest.name}" if newest else "no intact checkpoint is left: starting at step 0"
-            self._notes.append(kept)
-        return self._plan("resume" if newest else "fresh", record, checkpoint=newest, damaged=tuple(damaged))
+            start = f"continuing from {newest.name}" if newest else "no intact checkpoint is left: starting at step 0"
+            self._notes.append(start)
+        action: Literal["resume", "fresh"] = "resume" if newest else "fresh"
+        return self._plan(action, record, checkpoint=newest, damaged=tuple(damaged))
 
     def _is_finished(self, record: RunRecord) -> bool:
-        found = manifest.inspect(self._directory)
-        if found.manifest is None or found.manifest.status != "final" or found.manifest.run_id != record.run_id:
+        inspected = manifest.inspect(self._directory)
+        written = inspected.manifest
+        if written is None or written.status != "final" or written.run_id != record.run_id:
             return False
         # Users may edit the model card.
-        lost = [problem for problem in found.problems if not problem.file.endswith(".md")]
+        lost = [problem for problem in inspected.problems if not problem.file.endswith(".md")]
         if lost:
             self._notes.append(f"the result in {self._directory} is damaged and is trained again: {lost[0]}")
         return not lost
@@ -462,8 +512,10 @@ class _Start:
             raise UsageError(f"{named}: there is no checkpoint; {hint}")
         if not (checkpoint / manifest.MANIFEST_NAME).exists():
             self._notes.append(f"{checkpoint} has no {manifest.MANIFEST_NAME}: its files are not attested")
-        elif problems := manifest.verify(checkpoint):
-            raise UsageError(f"{named}: {problems[0]}; give an older checkpoint, or leave the flag out")
+        else:
+            problems = manifest.verify(checkpoint)
+            if problems:
+                raise UsageError(f"{named}: {problems[0]}; give an older checkpoint, or leave the flag out")
         return self._plan("resume", record, checkpoint=checkpoint, **more)
 
     def _begin_again(self, old: RunRecord | None) -> StartPlan:
@@ -483,13 +535,16 @@ class _Start:
     def _written_by(self, run_id: str) -> Iterator[Path]:
         """What a run has written. Its result's manifest comes first, so that a half-deleted result does not look
         finished; ``README.md``, which the user may have edited, is excluded."""
-        found, inside = manifest.read(self._directory), self._directory.resolve()
+        written = manifest.read(self._directory)
+        inside = self._directory.resolve()
         names: set[str] = set()
-        if isinstance(found, manifest.Manifest) and found.run_id == run_id:
+        if isinstance(written, manifest.Manifest) and written.run_id == run_id:
             yield self._directory / manifest.MANIFEST_NAME
-            names = {name for name in found.files if (inside / name).resolve().is_relative_to(inside)}
-        files = [self._directory / name for name in sorted({*names, *_OWN} - {"README.md"})]
-        yield from (path for path in files if path.is_file() and not path.is_symlink())
+            names = {name for name in written.files if (inside / name).resolve().is_relative_to(inside)}
+        for name in sorted({*names, *_OWN} - {"README.md"}):
+            path = self._directory / name
+            if path.is_file() and not path.is_symlink():
+                yield path
         for path in sorted(self._directory.iterdir()):
             name = re.sub(r"^(damaged|kept)-|\.\d+$", "", path.name)
             if path.is_dir() and CHECKPOINT_NAME.match(name) and is_wholly_of(path, run_id):
@@ -502,29 +557,50 @@ def _is_longer(had: Any, wanted: Any) -> bool:
 
 def _refuse_inputs(directory: Path, settings: Mapping[str, Any]) -> None:
     """Raise if the run would read what it writes, now or when it resumes."""
-    out, instead = directory.resolve(), "choose another --output_dir"
-    named = [(name, text) for name in (*_READ, "datasets") for text in _texts(settings.get(name))]
-    for flag, text in named:
-        if not text or not os.path.exists(os.path.expanduser(text)):  # an id of the Hub
-            continue
-        found = Path(os.path.expanduser(text)).resolve()
-        if found.is_relative_to(out):
-            why = f"--{flag} {text} lies in --output_dir {directory}, where a run replaces and deletes files"
-            raise UsageError(f"{why}: {instead}")
-        if flag not in _MODELS and out.is_relative_to(found):
-            why = f"--output_dir {directory} lies in --{flag} {text}: its files would be read as data when it resumes"
-            raise UsageError(f"{why}: {instead}")
+    out = directory.resolve()
+    instead = "choose another --output_dir"
+    for flag in (*_READ, "datasets"):
+        for text in _texts(settings.get(flag)):
+            if not text or not os.path.exists(os.path.expanduser(text)):  # an id of the Hub
+                continue
+            given = Path(os.path.expanduser(text)).resolve()
+            if given.is_relative_to(out):
+                why = f"--{flag} {text} lies in --output_dir {directory}, where a run replaces and deletes files"
+                raise UsageError(f"{why}: {instead}")
+            if flag not in _MODELS and out.is_relative_to(given):
+                why = f"--output_dir {directory} lies in --{flag} {text}"
+                raise UsageError(f"{why}: its files would be read as data when it resumes: {instead}")
+
+
+def _refuse_foreign_content(directory: Path) -> None:
+    """Raise if the directory has files that no run has written, or something else in the place of a run's file."""
+    if directory.is_dir() and read_record(directory) is None:
+        names = sorted(name for name in os.listdir(directory) if not _MAY_BE_THERE.match(name))
+        if names:
+            raise UsageError(
+                f"{directory} is not empty, and no run of hf-rocm-tune has written what is in it "
+                f"({listed(names, 6)}): choose another --output_dir, or move that elsewhere"
+            )
+    for name in (*_OWN, RUN_FILE, manifest.MANIFEST_NAME):
+        if os.path.lexists(directory / name) and not stat.S_ISREG(os.lstat(directory / name).st_mode):
+            raise UsageError(
+                f"{directory / name} is a link or no plain file, and a run writes a file of that name: move it away"
+            )
 
 
 def _texts(value: Any) -> Iterator[str]:
     """All texts in nested mappings and sequences."""
     if isinstance(value, str):
         yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.values()])
     elif isinstance(value, Iterable):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(each)
+        for item in value:
+            yield from _texts(item)
 
 
 def _unusable(directory: Path, error: OSError | ValueError) -> UsageError:
-    said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return UsageError(f"--output_dir {directory} cannot be written: {said}; choose another one")
+    reason = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror
+    return UsageError(f"--output_dir {directory} cannot be written: {reason}; choose another one")

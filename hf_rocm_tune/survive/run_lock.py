@@ -55,7 +55,8 @@ class RunLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path, self._lease = directory / LOCK_FILE, directory / LEASE_FILE
+        self._path = directory / LOCK_FILE
+        self._lease = directory / LEASE_FILE
         self._token = ""  # of the lease, where there are no locks
         self._ended = threading.Event()
         self._descriptor: int | None = open_in_place(self._path, os.O_RDWR)
@@ -110,33 +111,43 @@ class RunLock:
 
     def _refuse_live_lease(self, directory: Path) -> None:
         """Another machine may see the same directory without its locks."""
-        if (found := self._found()) is not None:
-            if self._is_live(found):
-                raise _in_use(directory, _holder(found))
-            self._lease.unlink(missing_ok=True)
+        lease = self._read_lease()
+        if lease is None:
+            return
+        if self._is_live(lease):
+            raise _in_use(directory, _holder(lease))
+        self._lease.unlink(missing_ok=True)
 
     def _take_lease(self, directory: Path) -> None:
-        mine = {"token": secrets.token_hex(8), "pid": os.getpid(), "started": start_ticks(os.getpid())}
-        text = json.dumps(mine | {"host": socket.gethostname(), "place": _place()})
+        token = secrets.token_hex(8)
+        mine = {
+            "token": token,
+            "pid": os.getpid(),
+            "started": start_ticks(os.getpid()),
+            "host": socket.gethostname(),
+            "place": _place(),
+        }
+        text = json.dumps(mine)
         for _ in range(3):
-            if (found := self._found()) is not None:
-                if self._is_live(found):
-                    raise _in_use(directory, _holder(found))
-                self._remove(found)
+            lease = self._read_lease()
+            if lease is not None:
+                if self._is_live(lease):
+                    raise _in_use(directory, _holder(lease))
+                self._remove(lease)
             with suppress(FileExistsError):
                 descriptor = os.open(self._lease, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 with open(descriptor, "w", encoding="utf-8") as file:
                     file.write(text)
                     file.flush()
                     os.fsync(descriptor)
-                self._token = str(mine["token"])
+                self._token = token
                 break
-        found = self._found()
-        if not self._token or found is None or found.get("token") != self._token:
-            raise _in_use(directory, "another process" if found is None else _holder(found))
+        lease = self._read_lease()
+        if not self._token or lease is None or lease.get("token") != self._token:
+            raise _in_use(directory, "another process" if lease is None else _holder(lease))
         threading.Thread(target=self._renew, daemon=True, name="lease of the output directory").start()
 
-    def _found(self) -> dict[str, Any] | None:
+    def _read_lease(self) -> dict[str, Any] | None:
         """The lease that is there; without entries if it is being written, or was not written to its end."""
         if not os.path.lexists(self._lease):
             return None
@@ -147,10 +158,11 @@ class RunLock:
         except (OSError, ValueError):
             return {}
 
-    def _is_live(self, found: dict[str, Any]) -> bool:
+    def _is_live(self, lease: dict[str, Any]) -> bool:
         """Whether its holder lives; one that this machine does not see, whether it was renewed in time."""
-        pid, started = found.get("pid"), found.get("started")
-        if found.get("place") == _place() and isinstance(pid, int) and isinstance(started, int):
+        pid = lease.get("pid")
+        started = lease.get("started")
+        if lease.get("place") == _place() and isinstance(pid, int) and isinstance(started, int):
             return is_alive(pid, started)
         probe = self._path.with_name(f"{LEASE_FILE}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
@@ -175,7 +187,7 @@ class RunLock:
     def _renew(self) -> None:
         while not self._ended.wait(LEASE_SECONDS / _RENEWALS):
             with suppress(OSError):
-                if (self._found() or {}).get("token") != self._token:
+                if (self._read_lease() or {}).get("token") != self._token:
                     return
                 os.utime(self._lease)
 
@@ -185,16 +197,17 @@ class RunLock:
         """Raise a `UsageError` if another process has taken the directory: after a lease ran out, or by force."""
         if self._descriptor is None:
             return
-        found = (self._found() or {}) if self._token else {}
+        lease: dict[str, Any] = {}
         if self._token:
-            is_mine = found.get("token") == self._token
+            lease = self._read_lease() or {}
+            is_mine = lease.get("token") == self._token
         else:
             try:
                 is_mine = os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
             except FileNotFoundError:
                 is_mine = False
         if not is_mine:
-            taker = _holder(found) if found else "another process"
+            taker = _holder(lease) if lease else "another process"
             raise UsageError(
                 f"{self._path.parent} has been taken by {taker}, or its {LOCK_FILE} was deleted: nothing more is "
                 "written there. Look which run is meant to use it, and give the other one another --output_dir"
@@ -211,7 +224,7 @@ class RunLock:
         if self._descriptor is None:
             return
         with suppress(OSError):  # the disk is gone
-            if self._token and (self._found() or {}).get("token") == self._token:
+            if self._token and (self._read_lease() or {}).get("token") == self._token:
                 self._lease.unlink()
             if os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path)):
                 self._path.unlink()
@@ -250,8 +263,8 @@ def require_owned(directory: Path) -> None:
             lock.require_owned()
 
 
-def _holder(found: dict[str, Any]) -> str:
-    return visible(f"process {found.get('pid', '?')} on {found.get('host', 'another machine')}")[:200]
+def _holder(lease: dict[str, Any]) -> str:
+    return visible(f"process {lease.get('pid', '?')} on {lease.get('host', 'another machine')}")[:200]
 
 
 def _in_use(directory: Path, holder: str) -> UsageError:

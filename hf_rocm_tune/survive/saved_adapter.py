@@ -79,19 +79,29 @@ class Adapter:
     @property
     def trained_in_bits(self) -> int | None:
         """4 or 8 if its run quantised the base, else None (also if that is not known)."""
-        return 4 if self.settings.get("load_in_4bit") else 8 if self.settings.get("load_in_8bit") else None
+        if self.settings.get("load_in_4bit"):
+            return 4
+        if self.settings.get("load_in_8bit"):
+            return 8
+        return None
 
     @property
     def method(self) -> str:
         """Such as ``LoRA, r=16``, for a line to the user."""
-        rank, kind = getattr(self.config, "r", None), self.config.peft_type.value.replace("LORA", "LoRA")
-        return ("DoRA" if getattr(self.config, "use_dora", False) else kind) + (f", r={rank}" if rank else "")
+        name = self.config.peft_type.value.replace("LORA", "LoRA")
+        if getattr(self.config, "use_dora", False):
+            name = "DoRA"
+        rank = getattr(self.config, "r", None)
+        if rank:
+            name += f", r={rank}"
+        return name
 
     @property
     def described(self) -> str:
         """Name, method and whether its files are attested, in one phrase."""
-        found = self.written
-        attested = f"equal to its manifest (step {found.step})" if found else "not attested: it has no integrity.json"
+        attested = "not attested: it has no integrity.json"
+        if self.written:
+            attested = f"equal to its manifest (step {self.written.step})"
         return f"adapter {self.name} ({self.method}), {attested}"
 
 
@@ -152,8 +162,10 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
     if os.path.isdir(directory):  # unlike Path.is_dir, never raises
         if (directory / CONFIG_FILE).is_file() or (directory / "config.json").is_file():
             return directory if (directory / CONFIG_FILE).is_file() else None
-        found = [path for _, path in list_checkpoints(directory) if (path / CONFIG_FILE).is_file()]
-        what = f"finish the run, or give its newest checkpoint {found[-1]}" if found else "give an adapter or a model"
+        what = "give an adapter or a model"
+        checkpoints = [path for _, path in list_checkpoints(directory) if (path / CONFIG_FILE).is_file()]
+        if checkpoints:
+            what = f"finish the run, or give its newest checkpoint {checkpoints[-1]}"
         raise UsageError(f"{directory} has neither {CONFIG_FILE} nor config.json: {what}")
     if os.path.exists(directory) or name.startswith((".", "/", "~")):
         raise UsageError(f"{name} is not a directory: give the directory of an adapter or of a model, or a Hub id")
@@ -180,7 +192,8 @@ def _download_templates(name: str, revision: str | None, directory: Path) -> Non
 
 def open_adapter(name: str) -> Adapter:
     """Find an adapter, read its files once and check them, before anything is loaded."""
-    if (directory := find_adapter(name)) is None:
+    directory = find_adapter(name)
+    if directory is None:
         raise UsageError(
             f"{name} is a whole model, or was not found on the Hub (check the spelling, the network and "
             "HF_HUB_OFFLINE): give an adapter's directory or Hub id"
@@ -191,27 +204,40 @@ def open_adapter(name: str) -> Adapter:
 def read_adapter(name: str, directory: Path) -> Adapter:
     """The files of an adapter, read once and checked."""
     advice = "the adapter differs from what its run wrote and is not used; copy it again, or take an earlier checkpoint"
-    found = manifest.read(directory)
-    if isinstance(found, manifest.FileProblem) and found.kind != "missing":
-        raise UsageError(f"{name}: {found}: {advice}")
-    written = found if isinstance(found, manifest.Manifest) else None
-    listed = set(written.files) if written else {path.name for path in directory.iterdir() if path.is_file()}
-    if stray := [each for each in (CONFIG_FILE, WEIGHTS_FILE) if each not in listed and (directory / each).exists()]:
-        raise UsageError(f"{name}: {stray[0]} is not in its integrity.json: another program wrote it")
+    written: manifest.Manifest | None = None
+    manifest_or_problem = manifest.read(directory)
+    if isinstance(manifest_or_problem, manifest.Manifest):
+        written = manifest_or_problem
+    elif manifest_or_problem.kind != "missing":
+        raise UsageError(f"{name}: {manifest_or_problem}: {advice}")
+    if written:
+        listed = set(written.files)
+    else:
+        listed = {path.name for path in directory.iterdir() if path.is_file()}
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        if file not in listed and (directory / file).exists():
+            raise UsageError(f"{name}: {file} is not in its integrity.json: another program wrote it")
     named = (CONFIG_FILE, WEIGHTS_FILE, GENERATION_FILE)
     beside = sorted(file for file in listed if "/" not in file)
     used = [file for file in beside if file in named or TOKENIZER_FILE.fullmatch(file)]
     used += [file for file in further_templates(directory) if written is None or file in listed]
+    entries = written.files if written else None
     try:
-        files = manifest.PrivateCopy(directory, used, written.files if written else None)
+        files = manifest.PrivateCopy(directory, used, entries)
         _forget_vocabulary_elsewhere(files)
     except (OSError, ValueError) as error:
         raise UsageError(f"{name}: {error}: {advice}") from error
     if WEIGHTS_FILE not in files.entries:
         raise UsageError(f"{name} has {CONFIG_FILE}, but no {WEIGHTS_FILE} (pickles are not loaded): copy it again")
     check_safetensors(files.directory / WEIGHTS_FILE)
-    config, settings = _read_config(name, files.directory), run_settings(directory)
-    return Adapter(name=name, origin=directory, files=files, config=config, written=written, settings=settings)
+    return Adapter(
+        name=name,
+        origin=directory,
+        files=files,
+        config=_read_config(name, files.directory),
+        written=written,
+        settings=run_settings(directory),
+    )
 
 
 def _forget_vocabulary_elsewhere(files: manifest.PrivateCopy) -> None:
@@ -237,12 +263,12 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{adapter.name}: {WEIGHTS_FILE} cannot be read ({error}); copy it again") from error
     stored = sums(adapter.directory / WEIGHTS_FILE).tensors
-    wrong = [name for name, each in tensors.items() if name not in stored or digest(each) != stored[name].digest]
-    if wrong:
-        raise CorruptionError(
-            f"{adapter.name}: {wrong[0]} was read from {WEIGHTS_FILE} with other bytes than the file has: start the "
-            "same command again; if it happens again, test this machine's memory"
-        )
+    for name, tensor in tensors.items():
+        if name not in stored or digest(tensor) != stored[name].digest:
+            raise CorruptionError(
+                f"{adapter.name}: {name} was read from {WEIGHTS_FILE} with other bytes than the file has: start the "
+                "same command again; if it happens again, test this machine's memory"
+            )
     _resize_vocabulary(model, tensors)
     placed = {name: place(tensor, name) for name, tensor in tensors.items()}
     misfit = f"{adapter.name} does not fit {type(model).__name__} of {model.name_or_path or 'this base'}"
@@ -326,6 +352,7 @@ def _read_config(name: str, directory: Path) -> PeftConfig:
 
 def _short(error: BaseException) -> str:
     """The first line of an error of PEFT or torch; of several shapes, the tensor."""
-    if other := re.search(r"size mismatch for (\S+):", str(error)):
-        return f"{other[1]} has another shape there"
+    mismatch = re.search(r"size mismatch for (\S+):", str(error))
+    if mismatch:
+        return f"{mismatch[1]} has another shape there"
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

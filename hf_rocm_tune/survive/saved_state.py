@@ -66,7 +66,10 @@ class State:
     def write(self, directory: Path, *, fetched: bool = False) -> None:
         """``fetched``: from copies on the host that were compared with the device."""
         save = self.save or torch.save
-        save(map_tensors(self.live(), host_copy) if fetched else self.live(), directory / self.name)
+        content = self.live()
+        if fetched:
+            content = map_tensors(content, host_copy)
+        save(content, directory / self.name)
 
 
 @dataclass(frozen=True)
@@ -92,21 +95,29 @@ def compare_model(
 
     ``copied``: tensors of a full model's files that are not the model's, by their names there.
     """
-    found = {}
+    readbacks = {}
     if hasattr(model, "peft_config"):
         for adapter in cast("PeftModel", model).peft_config:
-            live, required = _live_adapter(model, adapter, trained) if plain is None else (plain, set(plain))
-            found[adapter_file(adapter)] = _compare_tensors(directory, adapter_file(adapter), live, required)
-        return found
-    files, stored = sorted(path.name for path in directory.glob("*.safetensors")), set[str]()
+            live: Mapping[str, Tensor]
+            if plain is None:
+                live, required = _live_adapter(model, adapter, trained)
+            else:
+                live, required = plain, set(plain)
+            file = adapter_file(adapter)
+            readbacks[file] = _compare_tensors(directory, file, live, required)
+        return readbacks
+    files = sorted(path.name for path in directory.glob("*.safetensors"))
+    stored: set[str] = set()
     for file in files:
         with suppress(SafetensorError, OSError), safe_open(directory / file, framework="pt", device="cpu") as opened:
             stored |= set(opened.keys())  # without them the comparison reports it
     beside = dict(copied or {})
     live, required = _live_model(model, stored - beside.keys())
-    live, required = {**live, **beside}, required | (beside.keys() - stored)
-    found = {file: _compare_tensors(directory, file, live, required) for file in files}
-    return found or {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
+    live = {**live, **beside}
+    required = required | (beside.keys() - stored)
+    if not files:
+        return {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
+    return {file: _compare_tensors(directory, file, live, required) for file in files}
 
 
 def _live_adapter(
@@ -116,24 +127,25 @@ def _live_adapter(
 
     # Whether the file has embeddings was decided when it was written (which may ask the Hub): if it has them, they are
     # found by PEFT's names or the model's.
-    found, required = (
-        get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=embeddings)
-        for embeddings in (True, False)
+    with_embeddings = get_peft_model_state_dict(
+        model, state_dict=state, adapter_name=adapter, save_embedding_layers=True
     )
-    return {**(model.state_dict() if state is None else state), **found, **required}, set(required)
+    required = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=False)
+    whole = model.state_dict() if state is None else state
+    return {**whole, **with_embeddings, **required}, set(required)
 
 
 def adapter_on_host(model: nn.Module, mover: Mover, trained: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Host copies of a model's only adapter by the names of its file, fetched and verified by ``mover``."""
     from peft import get_peft_model_state_dict
 
-    found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+    tensors: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
     if trained is not None:
-        return found
-    for name, tensor in found.items():
+        return tensors
+    for name, tensor in tensors.items():
         with mover.fetched(tensor.detach(), name=name, stage="adapter") as fetched:
-            found[name] = fetched.host.clone()
-    return found
+            tensors[name] = fetched.host.clone()
+    return tensors
 
 
 class HostCopy:
@@ -187,12 +199,13 @@ def _compare_tensors(directory: Path, file: str, live: Mapping[str, Tensor], req
 
 def compare_state(path: Path, live: Any) -> Readback:
     """Compare the file of a `State` with what is live."""
-    _, found = read_state(path)
-    if found.entry is None:
-        return found
+    _, readback = read_state(path)
+    if readback.entry is None:
+        return readback
     wanted = state_digests(path.name, live)
-    labels = sorted(wanted.keys() | found.digests.keys())
-    return replace(found, differing=[each for each in labels if wanted.get(each) != found.digests.get(each)])
+    written = readback.digests
+    labels = sorted(wanted.keys() | written.keys())
+    return replace(readback, differing=[label for label in labels if wanted.get(label) != written.get(label)])
 
 
 def read_state(path: Path) -> tuple[Any, Readback]:
@@ -229,7 +242,8 @@ def not_loaded(saved: Any, live: Any) -> list[str]:
 def _same(saved: Any, live: Any) -> bool:
     if torch.is_tensor(saved) and torch.is_tensor(live):
         if isinstance(live, DTensor) and saved.dim() > 0:
-            saved, live = own_part(saved, live), local(live)
+            saved = own_part(saved, live)
+            live = local(live)
         return saved.shape == live.shape and digest(saved.to(live.dtype)) == digest(live.detach())
     return bool(saved == live or (saved != saved and live != live))  # NaN equals NaN here
 
@@ -289,7 +303,10 @@ def random_states(*, all_cards: bool) -> dict[str, Any]:
     """As ``Trainer._save_rng_state`` saves them; of several cards also where one process has them."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
     if torch.cuda.is_available():
-        states["cuda"] = (torch.cuda.get_rng_state_all if all_cards else torch.cuda.get_rng_state)()
+        if all_cards:
+            states["cuda"] = torch.cuda.get_rng_state_all()
+        else:
+            states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
@@ -299,8 +316,12 @@ def set_random_states(states: dict[str, Any]) -> None:
     torch.random.set_rng_state(states["cpu"])
     if not torch.cuda.is_available():
         states.pop("cuda", None)  # saved on a card
-    elif (cards := states.get("cuda")) is not None:
-        (torch.cuda.set_rng_state_all if isinstance(cards, list) else torch.cuda.set_rng_state)(cards)
+        return
+    of_cards = states.get("cuda")
+    if isinstance(of_cards, list):
+        torch.cuda.set_rng_state_all(of_cards)
+    elif of_cards is not None:
+        torch.cuda.set_rng_state(of_cards)
 
 
 def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
@@ -328,7 +349,9 @@ def stabilise_prompts(model: nn.Module) -> None:
     """PEFT's CPT projects its trained prompt again in each forward, saving included: until that changes no bit."""
     for name, encoder in getattr(model, "prompt_encoder", {}).items():
         prompt: Any = getattr(getattr(encoder, "delta_embedding", None), "weight", None)
-        for _ in range(8 if prompt is not None else 0):
+        if prompt is None:
+            continue
+        for _ in range(8):
             before = digest(prompt.detach())
             cast("PeftModel", model).get_prompt_embedding_to_save(name)
             if digest(prompt.detach()) == before:
@@ -368,7 +391,8 @@ def _load_converted(directory: Path, model: nn.Module, place: Place) -> None:
     lost = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if lost:
         raise UsageError(f"{directory} is of another model, it lacks or adds {lost[0]}: choose another checkpoint")
-    saved, live = host.state_dict(), model.state_dict()
+    saved = host.state_dict()
+    live = model.state_dict()
     _check_fit(directory, saved, live)
     for name, tensor in live.items():
         tensor.copy_(place(saved[name], name=name, stage="adapter"))  # device: both are there
@@ -385,8 +409,10 @@ def load_optimizer(state: Any, optimizer: Any, place: Place) -> None:
         _place_paged(own, place)
         return
     # The rule of torch's `Optimizer._process_value_according_to_param_policy`, which would move them itself.
-    fused = [group["params"] for group in state["param_groups"] if group.get("fused") or group.get("capturable")]
-    steps_on_device = set().union(*fused)
+    steps_on_device: set[int] = set()
+    for group in state["param_groups"]:
+        if group.get("fused") or group.get("capturable"):
+            steps_on_device.update(group["params"])
     placed = {
         number: _placed(values, place, f"optimizer.state.{number}", steps=number in steps_on_device)
         for number, values in state["state"].items()
@@ -397,7 +423,9 @@ def load_optimizer(state: Any, optimizer: Any, place: Place) -> None:
 def _place_paged(optimizer: Any, place: Place) -> None:
     """Move loaded state to where bitsandbytes creates it: large moments to paged memory, the rest to the device."""
     get_paged = importlib.import_module("bitsandbytes.functional").get_paged
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
@@ -441,13 +469,15 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _check_fit(file: Path, saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
     instead = "use the settings it was trained with"
-    if missing := sorted(live.keys() - saved.keys()):
+    missing = sorted(live.keys() - saved.keys())
+    if missing:
         raise UsageError(
             f"{file} is of another model or adapter: it lacks {len(missing)} of {len(live)} tensors, {missing[0]} "
             f"first; {instead}"
         )
     for name, tensor in live.items():
-        there, here = (f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in (saved[name], tensor))
+        there = _dtype_and_shape(saved[name])
+        here = _dtype_and_shape(tensor)
         if there != here:
             raise UsageError(f"{file} does not fit: {name} is {there} there and {here} in this run; {instead}")
 
@@ -455,3 +485,7 @@ def _check_fit(file: Path, saved: Mapping[str, Tensor], live: Mapping[str, Tenso
 def adapter_file(adapter: str) -> str:
     """PEFT's file for this adapter: in the directory itself for "default", else in a folder of the adapter's name."""
     return ADAPTER_FILE if adapter == "default" else f"{adapter}/{ADAPTER_FILE}"
+
+
+def _dtype_and_shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
