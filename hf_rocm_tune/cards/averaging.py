@@ -119,8 +119,7 @@ class HostAveraging:
         if self._fetcher is None or self._worker is None:
             self._fetcher = self._mover.another_fetcher()
             self._worker = _Worker(local.device)
-        devices = [local.device] if local.is_cuda else None
-        landed: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        landed: torch.futures.Future[Tensor] = torch.futures.Future(devices=[local.device] if local.is_cuda else None)
         fetched = self._fetcher.begin(local, name=f"{name} to host", stage=STAGE)
         self._worker.tasks.put(partial(self._average, local, fetched, name, number, landed))
         return landed

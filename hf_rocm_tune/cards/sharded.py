@@ -279,8 +279,12 @@ class FullState:
         group = host_group()
         for name, tensor in tensors.items():  # one at a time: memory is bounded
             part = local(tensor).detach()
-            is_shard = isinstance(tensor, DTensor)
-            part_digest = shard_digest(tensor) if is_shard else digest(part)
+            if isinstance(tensor, DTensor):
+                part_digest = shard_digest(tensor)
+                dim = cut_of(tensor)
+            else:
+                part_digest = digest(part)
+                dim = None
             mine = host_copy(part), part_digest.hex()  # a copy that stayed wrong is found on rank 0
             gathered: list[Any] | None = None
             if group.rank() == 0:
@@ -290,9 +294,8 @@ class FullState:
                 continue
             parts = [copy for copy, _ in gathered]
             digests = [Digest.from_hex(text) for _, text in gathered]
-            if not is_shard:  # every rank holds all of it
+            if not isinstance(tensor, DTensor):  # every rank holds all of it
                 digests = digests[:1]
-            dim = cut_of(tensor) if is_shard else None
             result[name] = parts[0] if dim is None else torch.cat(parts, dim)
             if digest(result[name]) != combine(digests):
                 bad.append(name)

@@ -64,7 +64,8 @@ class _Collating:
     """A loader's collator in this process; each batch goes to the prefetch before the collator is called again."""
 
     def __init__(self, stock: Callable[[Any], Any], prefetch: Prefetch) -> None:
-        self._stock, self._prefetch = stock, prefetch
+        self._stock = stock
+        self._prefetch = prefetch
 
     def __call__(self, rows: Any) -> Any:
         return self._prefetch.read(self._stock(rows))
@@ -139,17 +140,26 @@ class Prefetch:
     def read(self, batch: Any) -> Any:
         """What a loader returns for a batch that it has read: a transfer in flight, or beyond the limit a host copy."""
         batch = self.mover.stage_batch(batch)
-        pending = (reference() for reference in self._under_way)
-        self._under_way = [weakref.ref(one) for one in pending if one is not None and self.mover.is_pending(one)]
+        self._under_way = [reference for reference in self._under_way if self._is_pending(reference)]
         has_room = self.batches > 0 and len(self._under_way) <= self.batches
-        self._waiting = None if has_room else batch
-        return self.begin(batch) if has_room else batch
+        if not has_room:
+            self._waiting = batch
+            return batch
+        self._waiting = None
+        return self.begin(batch)
+
+    def _is_pending(self, reference: weakref.ref[Any]) -> bool:
+        batch = reference()
+        return batch is not None and self.mover.is_pending(batch)
 
     def window(self, batches: list[Any]) -> AccumulationWindow:
         """The batches of an accumulation window, as a list that keeps the limit while it is iterated."""
-        begun, self._begun = self._begun, None
-        if begun is not None and batches and batches[0] is begun[0]:
-            batches[0] = begun[1]
+        begun = self._begun
+        self._begun = None
+        if begun is not None and batches:
+            on_host, in_flight = begun
+            if batches[0] is on_host:
+                batches[0] = in_flight
         if batches and batches[-1] is self._waiting:
             self._waiting = None  # nothing was read beyond the window
         return AccumulationWindow(self, batches)
@@ -157,7 +167,8 @@ class Prefetch:
     def begin_waiting(self) -> None:
         """Begins the batch that was read beyond a window."""
         if self._waiting is not None:
-            self._begun, self._waiting = (self._waiting, self.begin(self._waiting)), None
+            self._begun = (self._waiting, self.begin(self._waiting))
+            self._waiting = None
 
     def begin(self, batch: Any) -> Any:
         """A batch with its transfer in flight; one that was begun already stays as it is."""
@@ -188,5 +199,6 @@ class AccumulationWindow(list[Any]):
                 self[number:stop] = [self._prefetch.begin(batch) for batch in self[number:stop]]
                 if stop > len(self):
                     self._prefetch.begin_waiting()
-            batch, self[number] = self[number], None
+            batch = self[number]
+            self[number] = None
             yield batch

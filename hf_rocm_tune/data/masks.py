@@ -70,10 +70,9 @@ def _labelled(
     row: dict[str, Any], index: int, *, tokenizer: PreTrainedTokenizerBase, split: str, turns_only: bool
 ) -> dict[str, Any]:
     tools = row.get("tools")
-    options = {
-        "tools": json.loads(tools) if isinstance(tools, str) else tools,
-        **(row.get("chat_template_kwargs") or {}),
-    }
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
 
     def text(turns: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> str:
         shown: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt, **options)
@@ -87,10 +86,13 @@ def _labelled(
     ids = encoded["input_ids"]
     labels = [MASKED] * len(ids) if turns_only else list(ids)
     if begun and not turns_only:
-        first = encoded.char_to_token(len(text(begun, prompt=messages[len(begun)]["role"] == "assistant"))) or 0
+        answered = messages[len(begun)]["role"] == "assistant"
+        prompt = text(begun, prompt=answered)
+        first = encoded.char_to_token(len(prompt)) or 0
         labels[:first] = [MASKED] * first
     for span in spans:
-        first, last = encoded.char_to_token(span.begin), encoded.char_to_token(span.end - 1)
+        first = encoded.char_to_token(span.begin)
+        last = encoded.char_to_token(span.end - 1)
         if first is None or last is None:
             raise UsageError(
                 f"row {index + 1} of the '{split}' split: the tokenizer leaves out part of message {span.turn + 1}; "
@@ -128,20 +130,25 @@ def _spans(
         if not prompt:
             return ""
         # many templates cannot render a conversation of no messages: find the generation prompt in the first answer
-        parts = isinstance(messages[0].get("content"), list)
-        asked = [{"role": "user", "content": [{"type": "text", "text": "q"}] if parts else "q"}]
+        question: Any = "q"
+        if isinstance(messages[0].get("content"), list):
+            question = [{"type": "text", "text": "q"}]
+        asked = [{"role": "user", "content": question}]
         opening = text(asked, prompt=True).removeprefix(text(asked))
         return text(messages[:1]).partition(opening)[0] + opening
 
-    whole, spans = text(messages), []
+    whole = text(messages)
+    spans = []
     for turn, message in enumerate(messages):
         answers = message["role"] == "assistant"
-        learned, by_default = marked_as_learned(message), turn >= begun and (answers or not turns_only)
+        by_default = turn >= begun and (answers or not turns_only)
+        learned = marked_as_learned(message)
         if learned is None or (learned and turn < begun):
             learned = by_default
         if learned == by_default and not (turns_only and learned):
             continue
-        before, after = beginning(turn, prompt=answers), text(messages[: turn + 1])
+        before = beginning(turn, prompt=answers)
+        after = text(messages[: turn + 1])
         if not (after.startswith(before) and whole.startswith(after) and len(after) > len(before)):
             raise UsageError(
                 f"{where}: message {turn + 1} does not stand in the whole conversation as the model would write it, so "
@@ -179,20 +186,24 @@ def labels_among(
     whole, spans = _spans(messages, text, "the row", turns_only=turns_only)
     encoded = tokenizer(whole, add_special_tokens=False)
     plain = encoded["input_ids"]
-    found, at = [MASKED] * len(ids) if turns_only else list(labels), 0
+    new = [MASKED] * len(ids) if turns_only else list(labels)
+    at = 0
     for span in spans:
-        header, first, last = (encoded.char_to_token(each) for each in (span.header, span.begin, span.end - 1))
-        place = None
+        header = encoded.char_to_token(span.header)
+        first = encoded.char_to_token(span.begin)
+        last = encoded.char_to_token(span.end - 1)
+        start = None
         if None not in (header, first, last):
-            place = _place(plain[header : last + 1], ids, at)
-        if place is None:
+            start = _place(plain[header : last + 1], ids, at)
+        if start is None:
             raise UsageError(
                 f"the tokens of message {span.turn + 1} are not found among those of the row, as where a picture "
                 f"stands in it; {_FIX}"
             )
-        begin, at = place + first - header, place + last + 1 - header
-        found[begin:at] = labels[begin:at] if span.learned else [MASKED] * (at - begin)
-    return found
+        begin = start + first - header
+        at = start + last + 1 - header
+        new[begin:at] = labels[begin:at] if span.learned else [MASKED] * (at - begin)
+    return new
 
 
 def _place(wanted: list[int], ids: list[int], begin: int) -> int | None:
@@ -205,7 +216,8 @@ def _place(wanted: list[int], ids: list[int], begin: int) -> int | None:
 
 # ---- thinking that is left out of the loss --------------------------------------------------------------------------
 
-_BEGIN, _END = "<think>", "</think>"
+_BEGIN = "<think>"
+_END = "</think>"
 
 
 def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: str) -> tuple[Rows, int]:
@@ -226,20 +238,24 @@ def without_thinking(dataset: Rows, tokenizer: PreTrainedTokenizerBase, split: s
 
 def thinking_masked(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The labels of one row, given with its ``input_ids``, without those of its thinking."""
-    ids, labels, start = row["input_ids"], list(row["labels"]), 0
+    ids = row["input_ids"]
+    labels = list(row["labels"])
+    start = 0
     for length in row.get("seq_lengths") or [len(ids)]:
         # Pieces of ASCII stand for themselves in the vocabularies of byte-level BPE and of SentencePiece.
         pieces = tokenizer.convert_ids_to_tokens(ids[start : start + length])
         ends = list(accumulate(map(len, pieces)))
-        text, at = "".join(pieces), 0
-        while (at := text.find(_BEGIN, at)) >= 0:
+        text = "".join(pieces)
+        at = text.find(_BEGIN)
+        while at >= 0:
             first = bisect_right(ends, at)
             if labels[start + first] == MASKED:
-                at += len(_BEGIN)
+                at = text.find(_BEGIN, at + len(_BEGIN))
                 continue
             end = text.find(_END, at)
-            at = len(text) if end < 0 else end + len(_END)
-            for token in range(start + first, start + bisect_left(ends, at) + 1):
+            end = len(text) if end < 0 else end + len(_END)
+            for token in range(start + first, start + bisect_left(ends, end) + 1):
                 labels[min(token, start + length - 1)] = MASKED
+            at = text.find(_BEGIN, end)
         start += length
     return {"labels": labels}

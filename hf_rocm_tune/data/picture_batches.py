@@ -31,8 +31,9 @@ def placeholder_ids(processor: Any, config: Any) -> frozenset[int]:
     """
     for owner in (config, processor):
         named = {getattr(owner, name, None) for name in _IDS}
-        if found := {token for token in named if isinstance(token, int) and token >= 0}:
-            return frozenset(found)
+        ids = {token for token in named if isinstance(token, int) and token >= 0}
+        if ids:
+            return frozenset(ids)
     return frozenset()
 
 
@@ -143,9 +144,11 @@ class PictureCollator:
     def _stacks(self, several: dict[str, Any]) -> bool:
         """Whether pixels have an entry for each row, as SmolVLM's, and not for each picture; of a row with several."""
         if self._stacking is None:
-            batch = self.stock([self._as_completion(several) if self._suffix else several])
+            row = self._as_completion(several) if self._suffix else several
+            batch = self.stock([row])
             pixels = next(value for name, value in batch.items() if name.startswith(("pixel", "image_patches")))
-            self._stacking = len(pixels) == (1 if len(batch["input_ids"]) == 1 else 2)
+            answers = 1 if len(batch["input_ids"]) == 1 else 2
+            self._stacking = len(pixels) == answers
         return self._stacking
 
     def _as_completion(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -169,11 +172,12 @@ class PictureCollator:
     def _mask_turns(self, batch: Any, number: int, messages: list[Any]) -> None:
         """Mask the labels of a row's messages that are not in the loss."""
         processor = self.stock.processor
-        parts = [
-            {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-            for message in messages
-            for content in [message.get("content")]
-        ]
+        in_parts = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, str):
+                message = {**message, "content": [{"type": "text", "text": content}]}
+            in_parts.append(message)
 
         def text(turns: list[Any], *, prompt: bool = False) -> str:
             template = getattr(self.stock, "chat_template", None)
@@ -183,12 +187,13 @@ class PictureCollator:
             return shown
 
         kept = batch["attention_mask"][number].bool()
-        ids, labels = batch["input_ids"][number][kept].tolist(), batch["labels"][number][kept].tolist()
+        ids = batch["input_ids"][number][kept].tolist()
+        labels = batch["labels"][number][kept].tolist()
         try:
-            found = masks.labels_among(ids, labels, parts, processor.tokenizer, text, turns_only=self._turns_only)
+            masked = masks.labels_among(ids, labels, in_parts, processor.tokenizer, text, turns_only=self._turns_only)
         except UsageError as error:
             raise PictureError(str(error), kind="turns") from error
-        batch["labels"][number][kept] = torch.tensor(found)
+        batch["labels"][number][kept] = torch.tensor(masked)
 
     def cut(self, batch: Any, examples: Sequence[Mapping[str, Any]] = ()) -> Any:
         """The batch with at most ``max_length`` tokens a row; refused where a picture would be cut."""
@@ -203,10 +208,10 @@ class PictureCollator:
                 f"--max_length {int(lengths.max())}, or fewer tokens a picture with --max_pixels",
                 kind="cut",
             )
-        width, step = self.max_length, getattr(self.stock, "pad_to_multiple_of", None)
+        step = getattr(self.stock, "pad_to_multiple_of", None)
         for name, value in list(batch.items()):
             if torch.is_tensor(value) and value.ndim == 2 and value.shape == ids.shape:
-                batch[name] = _padded(value[:, :width], name, step, self.stock)
+                batch[name] = _padded(value[:, : self.max_length], name, step, self.stock)
         return batch
 
     def is_placeholder(self, ids: Tensor) -> Tensor:

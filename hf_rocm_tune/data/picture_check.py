@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 SECONDS = 60.0  # of decoding and counting, for a split
 _AHEAD = 16  # rows that are being decoded
 _SHOWN = 5
-_SMALL_COUNT, _SMALL_SIDE = 4, 96  # pictures for the report page, and their longer side in pixels
+# Pictures for the report page, and their longer side in pixels.
+_SMALL_COUNT = 4
+_SMALL_SIDE = 96
 _TRANSPARENT = ("RGBA", "LA", "PA")
 
 
@@ -57,30 +59,30 @@ class PictureSummary:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """What is told of them."""
+        """What is printed about them."""
         width, height = self.largest
         without = f", {count_of(self.without, 'row')} without" if self.without else ""
         loss = f"{100 * self.in_loss:.3g} % of those in the loss"
-        found = [
+        lines = [
             f"{self.split} pictures: {self.pictures:,} in {count_of(self.rows - self.without, 'row')}{without}; the "
             f"largest has {width} x {height} pixels (row {self.largest_row}); a picture is "
             f"{count_of(self.median, 'token')} (median, up to {self.most:,}), {100 * self.share:.3g} % of all tokens "
             f"and {loss}"
         ]
         if self.counted < self.rows:
-            found.append(
+            lines.append(
                 f"{self.counted:,} of {self.rows:,} {self.split} rows were decoded and counted in {SECONDS:g} seconds, "
                 "of the others only the pictures' headers were read"
             )
         if self.transparent:
-            found.append(
+            lines.append(
                 f"{count_of(self.transparent, f'{self.split} picture')} with transparency: the model is shown the "
                 "colours stored under transparent pixels, or what its processor puts there, as in inference; "
                 "`mogrify -background white -alpha remove FILE` makes them white"
             )
         if self.animated:
-            found.append(f"{count_of(self.animated, f'animated {self.split} picture')}: only the first frame is used")
-        return found
+            lines.append(f"{count_of(self.animated, f'animated {self.split} picture')}: only the first frame is used")
+        return lines
 
 
 @dataclass
@@ -127,7 +129,10 @@ def look_through(
     PictureError: rows that cannot be used, a line with the rows of each kind of fault.
     """
     tally = _Tally()
-    numbered = enumerate(rows if hasattr(rows, "__len__") else islice(rows, STREAMED_ROWS), start=1)
+    looked_at: Any = rows
+    if not hasattr(rows, "__len__"):
+        looked_at = islice(rows, STREAMED_ROWS)
+    numbered = enumerate(looked_at, start=1)
     threads = min(4, os.cpu_count() or 1)
     until = time.monotonic() + seconds
     with ThreadPoolExecutor(threads, thread_name_prefix="pictures") as pool:
@@ -155,14 +160,15 @@ def look_through(
                 if heads:
                     tally.per_picture.append(counts[4] // len(heads))
     if tally.faults:
-        raise PictureError(_told(tally.faults, split))
+        raise PictureError(_faults_in_words(tally.faults, split))
     tokens, pictures = _summaries(tally, split, collator.max_length)
     return Looked(tokens, pictures, [counts[1] for counts in tally.counts], tally.largest_batch, tally.small)
 
 
 def _small(number: int, picture: Any) -> dict[str, Any]:
     """A picture for the report page."""
-    small, content = picture.convert("RGB"), io.BytesIO()
+    small = picture.convert("RGB")
+    content = io.BytesIO()
     small.thumbnail((_SMALL_SIDE, _SMALL_SIDE))
     small.save(content, "JPEG")
     return {"row": number, "size": list(picture.size), "jpeg": base64.b64encode(content.getvalue()).decode()}
@@ -202,12 +208,14 @@ def _animated(image: Any) -> bool:
 
 def _note_headers(tally: _Tally, number: int, heads: list[Any]) -> None:
     tally.pictures += len(heads)
-    tally.without += not heads
+    if not heads:
+        tally.without += 1
     for size, transparent, animated in heads:
         tally.transparent += transparent
         tally.animated += animated
         if size[0] * size[1] > tally.largest[0] * tally.largest[1]:
-            tally.largest, tally.largest_row = size, number
+            tally.largest = size
+            tally.largest_row = number
 
 
 def _counted(collator: PictureCollator, example: dict[str, Any], tally: _Tally) -> tuple[int, int, int, int, int, int]:
@@ -216,19 +224,24 @@ def _counted(collator: PictureCollator, example: dict[str, Any], tally: _Tally) 
     Of a pair both answers with their prompt are added up, and its placeholders are counted once.
     """
     batch = collator.whole([example])
-    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-    in_loss = batch["labels"] != MASKED if "labels" in batch else batch["completion_mask"].bool()
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"].bool()
+    if "labels" in batch:
+        in_loss = batch["labels"] != MASKED
+    else:
+        in_loss = batch["completion_mask"].bool()
     collator.cut({"input_ids": ids, "attention_mask": batch["attention_mask"]})  # refuses a cut into a picture
     limit = collator.max_length or ids.shape[1]
     placeholders = collator.is_placeholder(ids) & mask
-    if (count := int(placeholders[0].sum())) > tally.largest_batch[0]:
+    count = int(placeholders[0].sum())
+    if count > tally.largest_batch[0]:
         tally.largest_batch = count, described(batch)
     return (
         int(mask.sum()),
         int(mask[:, :limit].sum()),
         int((in_loss & mask).sum()),
         int((in_loss & mask)[:, :limit].sum()),
-        int(placeholders[0].sum()),
+        count,
         int((placeholders & in_loss).sum()),
     )
 
@@ -238,17 +251,18 @@ def described(batch: Mapping[str, Any]) -> tuple[Any, ...]:
 
     A shape of None: an entry for each token.
     """
-    ids, found = batch["input_ids"], list[Any]()
+    ids = batch["input_ids"]
+    tensors: list[Any] = []
     for name, value in batch.items():
         if name in ("input_ids", "attention_mask", "labels", "completion_mask"):
             continue
         dtype = str(value.dtype).removeprefix("torch.")
         if value.shape == ids.shape:
-            found.append((name, None, dtype, None))
+            tensors.append((name, None, dtype, None))
         else:
             values = None if value.is_floating_point() else value.tolist()
-            found.append((name, tuple(value.shape), dtype, values))
-    return tuple(found)
+            tensors.append((name, tuple(value.shape), dtype, values))
+    return tuple(tensors)
 
 
 def _refused(error: Exception, row: Mapping[str, Any], collator: PictureCollator) -> PictureError:
@@ -261,7 +275,7 @@ def _refused(error: Exception, row: Mapping[str, Any], collator: PictureCollator
     )
 
 
-def _told(faults: Mapping[str, list[tuple[int, str]]], split: str) -> str:
+def _faults_in_words(faults: Mapping[str, list[tuple[int, str]]], split: str) -> str:
     lines = []
     for rows in faults.values():
         number, what = rows[0]

@@ -130,7 +130,8 @@ class PictureRows:
         if self.max_pixels is not None and width * height > self.max_pixels:
             factor = (self.max_pixels / (width * height)) ** 0.5
             size = (max(1, int(width * factor)), max(1, int(height * factor)))
-            image = image.convert("RGB" if image.mode == "P" else image.mode).resize(size, Image.Resampling.BICUBIC)
+            mode = "RGB" if image.mode == "P" else image.mode
+            image = image.convert(mode).resize(size, Image.Resampling.BICUBIC)
         return image
 
     def header(self, source: Any) -> Image:
@@ -204,27 +205,33 @@ class PictureRows:
         path = expand_user(plain)
         if text.startswith("file://") and not os.path.exists(path):
             path = Path(unquote(plain))
-        tried = [path] if path.is_absolute() else [folder / path for folder in (*self.folders, Path.cwd())]
-        found = [candidate for candidate in tried if os.path.isfile(candidate)]  # unlike Path.is_file, never raises
-        for other in found[1 : len(self.folders)]:
-            if not filecmp.cmp(found[0], other, shallow=False):
+        tried = [path]
+        if not path.is_absolute():
+            tried = [folder / path for folder in (*self.folders, Path.cwd())]
+        files = [candidate for candidate in tried if os.path.isfile(candidate)]  # unlike Path.is_file, never raises
+        for other in files[1 : len(self.folders)]:
+            if not filecmp.cmp(files[0], other, shallow=False):
                 raise PictureError(
-                    f"{name} is another picture in {found[0].parent} than in {other.parent}: write whole paths, or "
+                    f"{name} is another picture in {files[0].parent} than in {other.parent}: write whole paths, or "
                     "give other names",
                     kind="two files",
                     picture=name,
                 )
-        if found:
-            return found[0]
+        if files:
+            return files[0]
         if any(os.path.isdir(candidate) for candidate in tried):
             raise PictureError(f"{name} is a folder, and no picture", kind="folder", picture=name)
-        where = (
-            "" if path.is_absolute() else f" in {', '.join(str(folder) for folder in self.folders or (Path.cwd(),))}"
-        )
+        raise self._missing(path, name)
+
+    def _missing(self, path: Path, name: str) -> PictureError:
+        where = ""
         hint = ""
-        if self.folder_flag and not path.is_absolute():
-            hint = f": give the folder of the pictures with {self.folder_flag}"
-        raise PictureError(f"{name} does not exist{where}{hint}", kind="missing", picture=name)
+        if not path.is_absolute():
+            folders = self.folders or (Path.cwd(),)
+            where = f" in {', '.join(str(folder) for folder in folders)}"
+            if self.folder_flag:
+                hint = f": give the folder of the pictures with {self.folder_flag}"
+        return PictureError(f"{name} does not exist{where}{hint}", kind="missing", picture=name)
 
 
 # ---- the parts of a row -----------------------------------------------------------------------------------------
@@ -234,7 +241,8 @@ class _Reader:
     """Reads the messages of one row in order: each placeholder takes its own picture, or the row's next one."""
 
     def __init__(self, own: Sequence[Any], *, tags: bool) -> None:
-        self._own, self._tags = own, tags
+        self._own = own
+        self._tags = tags
         self.sources: list[Any] = []
         self.used = 0  # of the row's own pictures
         self.wanted = 0  # placeholders without a picture of their own
@@ -288,8 +296,13 @@ def listed(value: Any) -> list[Any]:
     if value is None:
         return []
     if isinstance(value, list | tuple):
-        return [each for inner in value for each in listed(inner)]
-    return [] if value == "" else [value]
+        pictures: list[Any] = []
+        for inner in value:
+            pictures += listed(inner)
+        return pictures
+    if value == "":
+        return []
+    return [value]
 
 
 def _with_pictures_first(messages: list[Any], count: int) -> list[Any]:
@@ -313,9 +326,15 @@ def _texts(messages: Sequence[Any]) -> Iterator[str]:
 
 
 def _placeholders(messages: Sequence[Any]) -> int:
-    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
+    count = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list):
+            continue
+        for part in content:
+            if isinstance(part, Mapping) and part.get("type") == "image":
+                count += 1
+    return count
 
 
 # ---- the bytes of a picture -------------------------------------------------------------------------------------
@@ -388,7 +407,8 @@ def _fetched(address: str) -> Path:
             kind=f"address of {urlparse(address).hostname}",
             picture=address,
         ) from error
-    if why := unwritable("pictures"):
+    why = unwritable("pictures")
+    if why:
         raise UsageError(f"{address} cannot be kept, for the cache {why}")
     cache.mkdir(parents=True, exist_ok=True)
     begun = file.with_suffix(f".{os.getpid()}")
@@ -412,8 +432,10 @@ def undecoded(rows: Rows) -> Rows:
     if not isinstance(rows, Dataset):
         for name, kind in kinds.items():
             if isinstance(kind, Image) or isinstance(getattr(kind, "feature", None), Image):
-                plain = Image(decode=False)
-                rows = rows.cast_column(name, plain if isinstance(kind, Image) else List(plain))
+                plain: Any = Image(decode=False)
+                if not isinstance(kind, Image):
+                    plain = List(plain)
+                rows = rows.cast_column(name, plain)
         return rows
     rows = copy.deepcopy(rows)  # shares the table; `cast_column` would write a list of pictures once more
     for name in kinds:
@@ -454,7 +476,10 @@ def tagged(rows: Rows) -> bool:
     for number, row in enumerate(chosen, start=1):
         if not listed(row[pictures]):
             continue
-        contents = [message.get("content") for name in texts if isinstance(row[name], list) for message in row[name]]
+        contents: list[Any] = []
+        for name in texts:
+            if isinstance(row[name], list):
+                contents += [message.get("content") for message in row[name]]
         if any(isinstance(content, list) for content in contents):
             continue
         if any(isinstance(content, str) and TAG in content for content in contents):

@@ -100,8 +100,8 @@ def left_out(
         if info.mapping is not None:
             row = _converted(row, info)
         for what in dict.fromkeys(_left_out_of_row(row, first + 1, renderer, split, marks_are_read)):
-            place = counts.setdefault(what, [first + 1, 0])
-            place[1] += count
+            entry = counts.setdefault(what, [first + 1, 0])
+            entry[1] += count
     return tuple(
         RowFinding(what=what, rows=count, first=first, by_design=by_design)
         for (what, by_design), (first, count) in counts.items()
@@ -114,8 +114,8 @@ def left_out_of_row(
     """As `left_out`, of one row of a stream, not yet converted."""
     if info.mapping is not None:
         row = _converted(row, info)
-    found = dict.fromkeys(_left_out_of_row(row, number, renderer, split, marks_are_read))
-    return [RowFinding(what=what, rows=1, first=number, by_design=by_design) for what, by_design in found]
+    left = dict.fromkeys(_left_out_of_row(row, number, renderer, split, marks_are_read))
+    return [RowFinding(what=what, rows=1, first=number, by_design=by_design) for what, by_design in left]
 
 
 def _converted(row: Mapping[str, Any], info: FormatInfo) -> dict[str, Any]:
@@ -127,9 +127,11 @@ def _samples(dataset: Rows, info: FormatInfo) -> Iterator[tuple[dict[str, Any], 
     """One row of each structure, its index, and how many rows are like it."""
     from datasets import Dataset
 
-    streamed = None if isinstance(dataset, Dataset) else list(islice(dataset, STREAMED_ROWS))
+    rows: Any = dataset
+    if not isinstance(dataset, Dataset):
+        rows = list(islice(dataset, STREAMED_ROWS))
     for first, count in info.shapes:
-        yield dict(dataset[first] if streamed is None else streamed[first]), first, count
+        yield dict(rows[first]), first, count
 
 
 def conversations(row: Mapping[str, Any]) -> list[list[Message]]:
@@ -146,7 +148,8 @@ def _left_out_of_row(
 ) -> Iterator[tuple[str, bool]]:
     """What is left out of one row, and whether by the template's design."""
     tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    if isinstance(tools, str):
+        tools = json.loads(tools)
     options = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
     for key in options:
         if not renderer.mentions(key):
@@ -169,7 +172,10 @@ def _left_out_of_row(
                     "--chat_template_path"
                 ) from error
             continue  # it dislikes the marks only
-        if any(repr(part).lower() in text for message in marked for part in _parts(message)):
+        parts: list[Any] = []
+        for message in marked:
+            parts += _parts(message)
+        if any(repr(part).lower() in text for part in parts):
             raise UsageError(
                 f"{place_of(number, split)}: the chat template cannot read the parts of a message and writes them as "
                 "they stand, with braces and quotes; give the content as one text, or another template with "
@@ -178,8 +184,9 @@ def _left_out_of_row(
         yield from marks.missing_from(text)
         words = json.dumps(marked, ensure_ascii=False).lower()
         for role in {message["role"] for message in messages} - _KNOWN_ROLES:
-            said = words.count(role.lower()) - sum(message["role"] == role for message in messages)
-            if text.count(role.lower()) <= said:
+            of_role = [message for message in messages if message["role"] == role]
+            elsewhere = words.count(role.lower()) - len(of_role)
+            if text.count(role.lower()) <= elsewhere:
                 yield f"the role '{role}' is unknown to the chat template", False
             else:
                 yield f"the role '{role}' is written as it stands, and its messages are no answers", True
@@ -216,7 +223,8 @@ class _Marks:
             new["content"] = self._text(content, role, later)
         elif isinstance(content, list):
             new["content"] = [self._part(part, role, later) for part in content]
-        if calls := message.get("tool_calls"):
+        calls = message.get("tool_calls")
+        if calls:
             new["tool_calls"] = [self._call(call, role) for call in calls]
         for key, value in message.items():
             if key in _STRUCTURE or value in (None, "", [], {}) or (key in MARKS and marks_are_read):
@@ -240,14 +248,22 @@ class _Marks:
             what = _of_thinking(role, later)
         else:
             what = f"parts of the type '{kind}' of {role} messages are not in the text", False
-        return {key: value if key in _NAMES_OF_PARTS else self._deep(value, *what) for key, value in part.items()}
+        new = {}
+        for key, value in part.items():
+            if key in _NAMES_OF_PARTS:
+                new[key] = value
+            else:
+                new[key] = self._deep(value, *what)
+        return new
 
     def _deep(self, value: Any, what: str, by_design: bool) -> Any:
         if isinstance(value, str):
             return self._insert(value, what, by_design)
         if isinstance(value, dict):
-            return {key: self._deep(each, what, by_design) for key, each in value.items()}
-        return [self._deep(each, what, by_design) for each in value] if isinstance(value, list) else value
+            return {key: self._deep(inner, what, by_design) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self._deep(inner, what, by_design) for inner in value]
+        return value
 
     def tool(self, tool: Any) -> Any:
         """A marked copy of the description of a tool."""
@@ -288,19 +304,23 @@ class _Marks:
             if piece in ("<think>", "</think>"):
                 thinks = piece == "<think>"
             elif piece.strip():
-                what = (f"the text of {role} messages is not in what the model reads", False)
-                pieces[index] = self._insert(piece, *(_of_thinking(role, later) if thinks else what))
+                what, by_design = f"the text of {role} messages is not in what the model reads", False
+                if thinks:
+                    what, by_design = _of_thinking(role, later)
+                pieces[index] = self._insert(piece, what, by_design)
         return "".join(pieces)
 
     def _insert(self, text: str, what: str, by_design: bool) -> str:
         """A mark near the middle, at a space if there is one: templates look at beginnings and ends."""
         if not text.strip():
             return text
-        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
-        middle = (begin + end) // 2
-        space = text.find(" ", middle, end)
-        place = space if space > 0 else middle
-        return text[:place] + self._next(what, by_design) + text[place:]
+        begin = len(text) - len(text.lstrip())
+        end = len(text.rstrip())
+        at = (begin + end) // 2
+        space = text.find(" ", at, end)
+        if space > 0:
+            at = space
+        return text[:at] + self._next(what, by_design) + text[at:]
 
     def _next(self, what: str, by_design: bool) -> str:
         self._whats.append((what, by_design))
@@ -361,7 +381,8 @@ def turn_end(renderer: Renderer, stop_ids: Collection[int | None]) -> TurnEnd | 
     """
     tokenizer = renderer.tokenizer
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    tail, ends = "", list[int | None]()
+    tail = ""
+    ends: list[int | None] = []
     for messages in (_ASKED, [*_ASKED, _ASKED[0]]):
         try:
             after = renderer.text(messages).partition(_ANSWER)[2]
@@ -371,15 +392,22 @@ def turn_end(renderer: Renderer, stop_ids: Collection[int | None]) -> TurnEnd | 
         ids = tokenizer(after, add_special_tokens=False)["input_ids"]
         ends.append(next((token for token in ids if token in special), None))
     last, between = ends
-    # GLM's templates write nothing there: its models stop at the token that opens the next question
-    end = between if last is None and between in stop_ids else last
-    like = _LIKE_TOKEN.search(tail) if end is None else None
+    end = last
+    if last is None and between in stop_ids:
+        # GLM's templates write nothing there: its models stop at the token that opens the next question
+        end = between
+    token = None
+    like_token = None
+    pieces = 0
+    if end is not None:
+        token = str(tokenizer.convert_ids_to_tokens(end))
+    else:
+        like = _LIKE_TOKEN.search(tail)
+        if like:
+            like_token = like[0]
+            pieces = len(tokenizer(like_token, add_special_tokens=False)["input_ids"])
     return TurnEnd(
-        token=None if end is None else str(tokenizer.convert_ids_to_tokens(end)),
-        after_last=last is not None,
-        like_token=like[0] if like else None,
-        pieces=len(tokenizer(like[0], add_special_tokens=False)["input_ids"]) if like else 0,
-        stops=end in stop_ids,
+        token=token, after_last=last is not None, like_token=like_token, pieces=pieces, stops=end in stop_ids
     )
 
 
@@ -390,4 +418,6 @@ def lacking_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], str |
     vocabulary = tokenizer.get_vocab()
     lacking = [name for name in dict.fromkeys(_LIKE_TOKEN.findall(text)) if name not in vocabulary]
     end = _LIKE_TOKEN.search(text.partition(_ANSWER)[2])
-    return lacking, end[0] if end and end[0] in lacking else None
+    if end and end[0] in lacking:
+        return lacking, end[0]
+    return lacking, None

@@ -44,7 +44,8 @@ _READERS: dict[str, str] = {
     ".txt": "text",
 }
 """Suffix of a data file, and the reader of `datasets` for it. All but parquet may be followed by ``.gz``."""
-_AUTO_SHARE, _AUTO_ROWS = 0.05, 200
+_AUTO_SHARE = 0.05
+_AUTO_ROWS = 200
 """What ``eval_split_size`` auto splits off, at most so many rows: evaluations are to take little of a run's time."""
 _SUPPORTED = " ".join(_READERS) + " (also with .gz, parquet excepted)"
 
@@ -116,12 +117,18 @@ def load_mixture(
     from datasets import DatasetDict
     from trl import get_dataset
 
-    names, parts, files = ", ".join(part.path for part in mixture.datasets), [], []
-    notes, in_csv = list[str](), False
+    names = ", ".join(part.path for part in mixture.datasets)
+    parts = []
+    files = []
+    notes: list[str] = []
+    in_csv = False
     for part in mixture.datasets:
-        path, named = expand_user(part.path), part.data_files or part.data_dir
-        if os.path.isfile(path) and (reader := _reader_of(path)):
-            if fault := _pointer_in(path):
+        path = expand_user(part.path)
+        named = part.data_files or part.data_dir
+        reader = _reader_of(path) if os.path.isfile(path) else None
+        if reader:
+            fault = _pointer_in(path)
+            if fault:
                 raise UsageError(fault)
             files.append(path)
             if reader in _OPTIONS:
@@ -168,7 +175,13 @@ def has_pictures(rows: Rows) -> bool:
     if any(name in columns for name in COLUMNS):
         return True
     typed = [name for name in (*TURNS, "conversations") if name in columns and _may_have_parts(rows, name)]
-    return any(_has_part(row.get(name)) for row in _first_rows(rows, typed) for name in typed) if typed else False
+    if not typed:
+        return False
+
+    def has_part(row: Any) -> bool:
+        return any(_has_part(row.get(name)) for name in typed)
+
+    return any(has_part(row) for row in _first_rows(rows, typed))
 
 
 def columns_of(rows: Rows) -> list[str]:
@@ -226,10 +239,12 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dic
     """The splits, and what of a file or folder was read."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 
-    path, read = expand_user(name), _Read(formats=frozenset())
+    path = expand_user(name)
+    read = _Read(formats=frozenset())
     if os.path.isfile(path) and _reader_of(path) is None:
         raise UsageError(f"'{name}' has an unsupported suffix; supported: {_SUPPORTED}")
-    if fault := _cannot_be_opened(path) or _pointer_in(path):  # `datasets` often names its cache instead
+    fault = _cannot_be_opened(path) or _pointer_in(path)  # `datasets` often names its cache instead
+    if fault:
         raise UsageError(fault)
     with _explained(name):
         if os.path.isfile(path):
@@ -243,7 +258,8 @@ def _load_splits(name: str, *, config: str | None, streaming: bool) -> tuple[dic
             except IndexError as error:  # what `datasets` raises for a saved table of no rows
                 raise UsageError(f"the dataset saved in '{path}' is empty") from error
             splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
-            splits = {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
+            if streaming:
+                splits = {key: rows.to_iterable_dataset() for key, rows in splits.items()}
         elif os.path.isdir(path):
             _check_card(path / "README.md")
             if not any(_data_in(path)):
@@ -284,9 +300,13 @@ class _Read:
     def notes(self, name: str) -> list[str]:
         """Lines about what is read, or is not, of a folder."""
         begin = f"warning: the folder '{name}':"
-        notes = [f"{begin} not read are {_listed(self.unread)}"] if self.unread else []
-        notes += [f"{begin} read as well are {_listed(self.odd)}"] if self.odd else []
-        notes += [f"{begin} columns are not renamed as its dataset_info.json says, which is not read"] * self.mapped
+        notes = []
+        if self.unread:
+            notes.append(f"{begin} not read are {_listed(self.unread)}")
+        if self.odd:
+            notes.append(f"{begin} read as well are {_listed(self.odd)}")
+        if self.mapped:
+            notes.append(f"{begin} columns are not renamed as its dataset_info.json says, which is not read")
         return notes
 
 
@@ -299,7 +319,9 @@ def _read_of(path: Path, config: str | None) -> _Read:
     from datasets import load_dataset_builder
 
     files = load_dataset_builder(str(path), name=config).config.data_files or {}
-    read = {os.path.realpath(str(file)) for listed in files.values() for file in listed}
+    read = set()
+    for of_split in files.values():
+        read |= {os.path.realpath(str(file)) for file in of_split}
     unread = [file for file in _data_in(path) if os.path.realpath(file) not in read]
     formats = {_format_of(Path(file)) for file in read}
     readers = {str(_reader_of(Path(file))) for file in read}
@@ -310,7 +332,10 @@ def _read_of(path: Path, config: str | None) -> _Read:
             f"the folder '{path}' has files of several formats, of which `datasets` reads only one "
             f"({', '.join(sorted(map(str, formats)))}) and leaves out {names}: name one file, or move the others"
         )
-    odd = [Path(file).name for file in sorted(read) if _reader_of(Path(file)) is None and _inner_reader(Path(file))]
+    odd = []
+    for file in map(Path, sorted(read)):
+        if _reader_of(file) is None and _inner_reader(file):
+            odd.append(file.name)
     return _Read(
         formats=frozenset(readers),
         unread=tuple(file.relative_to(path).as_posix() for file in unread),
@@ -325,8 +350,12 @@ def _has_columns(file: Path) -> bool:
         described = parse_json(read_text(file))
     except (OSError, ValueError):
         return False
-    sets = described.values() if isinstance(described, dict) else ()
-    return any(isinstance(one, dict) and "file_name" in one and {"columns", "tags"} & {*one} for one in sets)
+    if not isinstance(described, dict):
+        return False
+    for dataset in described.values():
+        if isinstance(dataset, dict) and "file_name" in dataset and ("columns" in dataset or "tags" in dataset):
+            return True
+    return False
 
 
 def _inner_reader(file: Path) -> bool:
@@ -363,7 +392,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _options(file: Path) -> dict[str, Any]:
-    return {**_OPTIONS.get(str(_reader_of(file)), {}), **({"sep": "\t"} if _is_tabbed(file) else {})}
+    options: dict[str, Any] = {**_OPTIONS.get(str(_reader_of(file)), {})}
+    if _is_tabbed(file):
+        options["sep"] = "\t"
+    return options
 
 
 def _is_tabbed(file: Path) -> bool:
@@ -386,11 +418,11 @@ def _check_card(card: Path, named: str = "") -> None:
         front = re.match(r"\s*---[ ]*\n(.*?)\n---", read_text(card), re.DOTALL)
         parse_yaml(front[1] if front else "")
     except (OSError, ValueError, YAMLError) as error:
-        said = getattr(error, "problem", None) or error
-        fix = (
-            "take another dataset, or download its data files and name one" if named else "correct it, or move it away"
-        )
-        raise UsageError(f"{named or card}: its metadata cannot be read: {said}; {fix}") from error
+        problem = getattr(error, "problem", None) or error
+        fix = "correct it, or move it away"
+        if named:
+            fix = "take another dataset, or download its data files and name one"
+        raise UsageError(f"{named or card}: its metadata cannot be read: {problem}; {fix}") from error
 
 
 def _check_hub_card(name: str) -> None:
@@ -419,7 +451,8 @@ def _load_from_hub(name: str, *, config: str | None, streaming: bool) -> dict[st
     try:
         return dict(load_dataset(name, name=config, streaming=streaming))
     except (ConnectionError, DatasetNotFoundError, FileNotFoundError, HFValidationError) as error:
-        if why := unwritable("datasets"):
+        why = unwritable("datasets")
+        if why:
             raise UsageError(f"the dataset '{name}' could not be read, for the cache {why}") from error
         raise UsageError(
             f"no dataset '{name}': there is no file or folder of that name, and the Hugging Face Hub either does not "
@@ -456,22 +489,33 @@ def _explained(name: str, *, files: Sequence[Path] | None = None) -> Iterator[No
     try:
         yield
     except foreign as error:
-        path = expand_user(name)
-        files = _files_of(name) if files is None else files
         cause = error.__cause__ or error
-        if isinstance(cause, OSError) and (why := unwritable("datasets")):
-            raise UsageError(f"the dataset '{name}' could not be read, for the cache {why}") from error
-        for file in files:
-            if fault := _find_fault(file, str(cause)):
-                raise UsageError(fault) from error
-        if len(files) > 1 and (unlike := _unlike_columns(files)):
-            raise UsageError(f"the dataset '{name}' could not be read: {unlike}") from error
-        text = " ".join(str(cause).split())[:300] or type(cause).__name__
-        if os.path.isdir(path) and (odd := [file.name for file in _data_in(path) if not _reader_of(file)]):
-            text += f" (files that are not supported: {_listed(odd)})"
-        raise UsageError(f"the dataset '{name}' could not be read: {text}") from error
+        raise UsageError(_explanation(name, _files_of(name) if files is None else files, cause)) from error
     finally:
         logging.set_verbosity(level)
+
+
+def _explanation(name: str, files: Sequence[Path], cause: BaseException) -> str:
+    """One line for an error of `datasets` while reading `name`: the fault of its files where one is found."""
+    if isinstance(cause, OSError):
+        why = unwritable("datasets")
+        if why:
+            return f"the dataset '{name}' could not be read, for the cache {why}"
+    for file in files:
+        fault = _find_fault(file, str(cause))
+        if fault:
+            return fault
+    if len(files) > 1:
+        unlike = _unlike_columns(files)
+        if unlike:
+            return f"the dataset '{name}' could not be read: {unlike}"
+    text = " ".join(str(cause).split())[:300] or type(cause).__name__
+    path = expand_user(name)
+    if os.path.isdir(path):
+        odd = [file.name for file in _data_in(path) if not _reader_of(file)]
+        if odd:
+            text += f" (files that are not supported: {_listed(odd)})"
+    return f"the dataset '{name}' could not be read: {text}"
 
 
 def _files_of(name: str) -> list[Path]:
@@ -493,7 +537,10 @@ def fault_of_stream(names: Sequence[str], error: Exception) -> UsageError | None
     if not any(name.endswith(_STREAMS) for name in frames) and not (worker and _STREAMS in str(error)):
         return None
     try:
-        with _explained(", ".join(names), files=[file for name in names for file in _files_of(name)]):
+        files: list[Path] = []
+        for name in names:
+            files += _files_of(name)
+        with _explained(", ".join(names), files=files):
             raise error
     except UsageError as fault:
         return fault
@@ -523,12 +570,14 @@ def _divide(rows: Rows, size: float | int | Literal["auto"], *, seed: int, name:
     if size == "auto":
         few = isinstance(rows, Dataset) and round(_AUTO_SHARE * len(rows)) < _AUTO_ROWS
         size = _AUTO_SHARE if few else _AUTO_ROWS
-    share, count = size < 1, int(size)
+    is_share = size < 1
+    count = int(size)
     if not isinstance(rows, Dataset):
-        if share:
+        if is_share:
             raise UsageError(f"--eval_split_size {size}: a streamed dataset has no known length, give a number of rows")
         return rows.skip(count), rows.take(count)
-    count = max(1, round(size * len(rows))) if share else count
+    if is_share:
+        count = max(1, round(size * len(rows)))
     if count >= len(rows):
         raise UsageError(f"--eval_split_size {size} takes {count} of the {len(rows)} rows of '{name}': none are left")
     parts = rows.train_test_split(test_size=count, seed=seed)
@@ -536,11 +585,14 @@ def _divide(rows: Rows, size: float | int | Literal["auto"], *, seed: int, name:
 
 
 def _describe(name: str, train: Rows, evaluation: Rows | None, origin: str = "") -> str:
-    sizes = [
-        count_of(len(rows), "row") if hasattr(rows, "__len__") else "streamed rows"
-        for rows in (train, evaluation or ())
-    ]
-    return f"{name}: training on {sizes[0]}" + (f", evaluation on {sizes[1]} ({origin})" if evaluation else "")
+    text = f"{name}: training on {_size_of(train)}"
+    if evaluation:
+        text += f", evaluation on {_size_of(evaluation)} ({origin})"
+    return text
+
+
+def _size_of(rows: Rows) -> str:
+    return count_of(len(rows), "row") if hasattr(rows, "__len__") else "streamed rows"
 
 
 # ---- why a local data file cannot be read ----------------------------------------------------------------------------
@@ -569,14 +621,15 @@ def _cannot_be_opened(path: Path) -> str | None:
     return None
 
 
-def _find_fault(path: Path, said: str = "") -> str | None:
-    """What is wrong with a data file, with the line; None if nothing was found. ``said``: by `datasets`."""
+def _find_fault(path: Path, reported: str = "") -> str | None:
+    """What is wrong with a data file, with the line; None if nothing was found. ``reported``: by `datasets`."""
     try:
-        if (fault := _cannot_be_opened(path)) or _reader_of(path) == "parquet":
+        fault = _cannot_be_opened(path)
+        if fault or _reader_of(path) == "parquet":
             return fault
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             fault = _fault_in_text(file, _reader_of(path))
-            if fault is None and "JSON parse error" in said:
+            if fault is None and "JSON parse error" in reported:
                 file.seek(0)
                 fault = _fault_for_arrow(file)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -587,7 +640,11 @@ def _find_fault(path: Path, said: str = "") -> str | None:
 
 def _pointer_in(path: Path) -> str | None:
     """The first data file that is not there itself, which a clone without Git LFS leaves."""
-    files = [path] if os.path.isfile(path) else sorted(path.rglob("*"))[:_COMPARED] if os.path.isdir(path) else []
+    files = []
+    if os.path.isfile(path):
+        files = [path]
+    elif os.path.isdir(path):
+        files = sorted(path.rglob("*"))[:_COMPARED]
     for file in files:
         small = _reader_of(file) and file.is_file() and file.stat().st_size < _POINTER
         if small and file.read_bytes().startswith(b"version https://git-lfs"):
@@ -606,12 +663,15 @@ def _fault_in_text(file: Any, reader: str | None) -> str | None:
         return f" is not UTF-8: half of its bytes are zero; {_to_convert(head, head)}"
     file.seek(0)
     number = 0
-    for number, line in enumerate([file.read()] if array else file, start=1):
+    lines = [file.read()] if array else file
+    for number, line in enumerate(lines, start=1):
         try:
             if number > 1 and line.startswith(codecs.BOM_UTF8):
                 return f", line {number} begins with a byte order mark (files put together?): remove it there"
             text = line.decode("utf-8-sig").rstrip()
-            content = json.loads(text, object_pairs_hook=_without_doubles) if reader == "json" and text else {}
+            content: Any = {}
+            if reader == "json" and text:
+                content = json.loads(text, object_pairs_hook=_without_doubles)
         except UnicodeDecodeError as error:
             at = number + line.count(b"\n", 0, error.start)
             return f" is not UTF-8: byte 0x{line[error.start]:02x} in line {at}; {_to_convert(head, line)}"
@@ -623,10 +683,13 @@ def _fault_in_text(file: Any, reader: str | None) -> str | None:
             return f", line {number}: its lists and objects are nested too deeply"
         if array and not content:
             return " has no rows, an empty list"
-        for row in content if array else [content]:
+        rows = content if array else [content]
+        for row in rows:
             if not isinstance(row, dict):
                 return f", line {number}: a row has to be a JSON object, this is a {type(row).__name__}"
-    return " has a header and no rows" if reader == "csv" and number == 1 else None
+    if reader == "csv" and number == 1:
+        return " has a header and no rows"
+    return None
 
 
 def _are_lists(head: bytes) -> bool:
@@ -656,7 +719,8 @@ def _encoding_of(head: bytes, line: bytes) -> str | None:
             return encoding
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    if (wide := _wide(head)) is not None:
+    wide = _wide(head)
+    if wide is not None:
         return wide
     if re.search(rb"[\x80-\xff]{4}", line):  # words of such letters: no alphabet of western Europe
         return None
@@ -715,11 +779,14 @@ def _unlike_columns(files: Sequence[Path]) -> str | None:
             continue
         types = {name: str(kind) for name, kind in rows.features.items()}
         if not known:
-            first, known = file, types
-        for what, names in (("lacks", known.keys() - types.keys()), ("also has", types.keys() - known.keys())):
-            if names:
-                listed = ", ".join(repr(name) for name in sorted(names))
-                return f"{file} {what} {listed}, unlike {first}: give all files the same columns"
+            first = file
+            known = types
+        lacking = known.keys() - types.keys()
+        added = types.keys() - known.keys()
+        if lacking or added:
+            what = "lacks" if lacking else "also has"
+            listed = ", ".join(repr(name) for name in sorted(lacking or added))
+            return f"{file} {what} {listed}, unlike {first}: give all files the same columns"
         for name in known:
             if known[name] != types[name] and "List(" in known[name]:
                 return f"'{name}' of {file} holds objects with other keys than in {first}: put the rows into one file"

@@ -49,7 +49,10 @@ class DataSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, with ``loss_share``: tokens that count in the loss over all that are read."""
-        return {**asdict(self), "loss_share": round(self.trained / self.kept, 4) if self.kept else 0.0}
+        share = 0.0
+        if self.kept:
+            share = round(self.trained / self.kept, 4)
+        return {**asdict(self), "loss_share": share}
 
     def line(self) -> str:
         """One line about size and lengths."""
@@ -73,9 +76,14 @@ class DataSummary:
         if self.dropped:
             what = "of which nothing that counts is left" if self.lost else "too long or without tokens that count"
             parts.append(f"{_of(self.dropped, self.rows)} {self.split} rows are dropped, {what}")
-        fix = f": --max_length {self.longest} keeps all" if self.limit and self.longest > self.limit else ""
-        cut = [f"warning: {'; '.join(parts)}{fix}"] if parts else []
-        return cut + [finding.line(self.split, self.rows) for finding in self.findings]
+        lines = []
+        if parts:
+            fix = ""
+            if self.limit and self.longest > self.limit:
+                fix = f": --max_length {self.longest} keeps all"
+            lines.append(f"warning: {'; '.join(parts)}{fix}")
+        lines += [finding.line(self.split, self.rows) for finding in self.findings]
+        return lines
 
 
 class CountedSFTTrainer(SFTTrainer):
@@ -94,7 +102,8 @@ class CountedSFTTrainer(SFTTrainer):
         if not isinstance(dataset, Dataset):
             return stock(dataset, processing_class, args, packing, formatting_func, dataset_name)
         whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
+        whole.max_length = None
+        whole.shuffle_dataset = False
         dataset = stock(dataset, processing_class, whole, False, formatting_func, dataset_name)
         cuts = not packing or args.packing_strategy == "bfd"  # the other strategies split long rows
         ends = args.truncation_mode == "keep_end" and not packing
@@ -110,15 +119,20 @@ def of_pairs(dataset: Any, args: Any, before: Any, split: str) -> DataSummary | 
 
     if not isinstance(dataset, Dataset) or not isinstance(before, Dataset) or not len(dataset):
         return None
-    if (found := _halves(dataset)) is None:
+    lengths = _halves(dataset)
+    if lengths is None:
         return None
-    begun, halves = found
+    begun, halves = lengths
     limit = args.max_length or int(halves.max())
     kept = np.minimum(halves, limit)
-    ends = getattr(args, "truncation_mode", "keep_start") == "keep_end"
-    trained = np.minimum(halves - begun, limit) if ends else np.maximum(kept - begun, 0)
+    if getattr(args, "truncation_mode", "keep_start") == "keep_end":
+        trained = np.minimum(halves - begun, limit)
+    else:
+        trained = np.maximum(kept - begun, 0)
     counts = (halves, kept, halves - begun, trained)
-    answers = 2 if "completion_ids" in dataset.column_names and "chosen" in before.column_names else 1  # of KTO's pairs
+    answers = 1
+    if "completion_ids" in dataset.column_names and "chosen" in before.column_names:
+        answers = 2  # KTO's trainer makes two rows of a pair
     return summarised(split, args.max_length, *counts, dropped=answers * len(before) - len(dataset))
 
 
@@ -148,9 +162,14 @@ def summarised(
 
 def lengths_of(dataset: Dataset) -> list[int]:
     """Tokens of each row as it is trained on; of a pair, of its longer half."""
-    if (found := _halves(dataset)) is not None:
-        return [int(length) for length in found[1].max(axis=0)]
-    return [int(length) for counts, _ in _lists(dataset.select_columns(["input_ids"])) for length in counts]
+    of_pairs = _halves(dataset)
+    if of_pairs is not None:
+        _, halves = of_pairs
+        return [int(length) for length in halves.max(axis=0)]
+    lengths: list[int] = []
+    for counts, _ in _lists(dataset.select_columns(["input_ids"])):
+        lengths += [int(count) for count in counts]
+    return lengths
 
 
 def _halves(dataset: Dataset) -> tuple[Counts, Any] | None:
@@ -158,10 +177,14 @@ def _halves(dataset: Dataset) -> tuple[Counts, Any] | None:
     answers = [name for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in dataset.column_names]
     if not answers:
         return None
-    names = [*(["prompt_ids"] if "prompt_ids" in dataset.column_names else []), *answers]
-    lengths = {name: np.concatenate([counts for counts, _ in _lists(dataset.select_columns([name]))]) for name in names}
-    begun = lengths.get("prompt_ids", np.zeros(len(dataset), dtype=np.int64))
-    return begun, np.stack([begun + lengths[name] for name in answers])
+
+    def tokens_of(name: str) -> Any:
+        return np.concatenate([counts for counts, _ in _lists(dataset.select_columns([name]))])
+
+    begun: Any = np.zeros(len(dataset), dtype=np.int64)
+    if "prompt_ids" in dataset.column_names:
+        begun = tokens_of("prompt_ids")
+    return begun, np.stack([begun + tokens_of(name) for name in answers])
 
 
 def of_trained(dataset: Any, summary: DataSummary, lost: int) -> DataSummary:
@@ -180,8 +203,12 @@ def _of_rows(dataset: Dataset, split: str, limit: int | None, *, ends: bool, dro
         stop = np.cumsum(counts)
         start = stop - counts
         kept = counts if limit is None else np.minimum(counts, limit)
-        first, last = (stop - kept, stop) if ends else (start, start + kept)
-        counted, trained = before[stop] - before[start], before[last] - before[first]
+        if ends:
+            first, last = stop - kept, stop
+        else:
+            first, last = start, start + kept
+        counted = before[stop] - before[start]
+        trained = before[last] - before[first]
         if ends:  # the first token that is kept may not have been the first of the row
             cut = (kept > 0) & (first > start)
             begun = np.where(cut, before[np.minimum(first + 1, last)] - before[first], begun)

@@ -29,18 +29,30 @@ CACHES: Mapping[str, Cache] = {
 
 def directory_of(name: str) -> Path:
     """The directory of one of `CACHES`, as its library finds it; it may not exist."""
-    cache, environ = CACHES[name], os.environ
-    if cache.variable and (own := environ.get(cache.variable)):
-        return Path(own).expanduser()
-    home = next((found for variable in cache.homes if (found := environ.get(variable))), None)
-    if home is None and cache.homes == _HUB and (caches := environ.get("XDG_CACHE_HOME")):
-        home = os.path.join(caches, "huggingface")
-    return Path(home or cache.default).expanduser() / cache.below
+    cache = CACHES[name]
+    if cache.variable:
+        own = os.environ.get(cache.variable)
+        if own:
+            return Path(own).expanduser()
+    return Path(_home_of(cache) or cache.default).expanduser() / cache.below
+
+
+def _home_of(cache: Cache) -> str | None:
+    """The directory above a cache, as the variables name it."""
+    for variable in cache.homes:
+        home = os.environ.get(variable)
+        if home:
+            return home
+    caches = os.environ.get("XDG_CACHE_HOME")
+    if caches and cache.homes == _HUB:
+        return os.path.join(caches, "huggingface")
+    return None
 
 
 def unwritable(name: str) -> str:
     """Why nothing can be written into one of `CACHES`, and the variables that move it; empty if it can be written."""
-    directory, cache = directory_of(name), CACHES[name]
+    cache = CACHES[name]
+    directory = directory_of(name)
     there = directory
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -48,5 +60,8 @@ def unwritable(name: str) -> str:
         with tempfile.TemporaryFile(dir=there):
             return ""
     except OSError as error:
-        variables = " or ".join([*cache.homes, *([cache.variable] if cache.variable else [])])
-        return f"{directory} cannot be written ({error.strerror}): set {variables} to a directory that can be"
+        variables = [*cache.homes]
+        if cache.variable:
+            variables.append(cache.variable)
+        fix = f"set {' or '.join(variables)} to a directory that can be"
+        return f"{directory} cannot be written ({error.strerror}): {fix}"

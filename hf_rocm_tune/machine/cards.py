@@ -56,10 +56,14 @@ def identify(*, arch: str | None, vram_bytes: int | None, pci: tuple[int, int | 
     """The row of a device: by PCI id, else by architecture and memory where exactly one row fits."""
     if pci is not None:
         device, revision = pci
-        ids = {f"{device:04x}"} | (set() if revision is None else {f"{device:04x}:{revision:02x}"})
-        if told := next((card for card in CARDS if ids & set(card.pci)), None):
-            return told
-    fits = [card for card in CARDS if card.arch == (arch or "").split(":")[0] and _has_memory(card, vram_bytes)]
+        ids = {f"{device:04x}"}
+        if revision is not None:
+            ids.add(f"{device:04x}:{revision:02x}")
+        for card in CARDS:
+            if not ids.isdisjoint(card.pci):
+                return card
+    plain_arch = (arch or "").split(":")[0]
+    fits = [card for card in CARDS if card.arch == plain_arch and _has_memory(card, vram_bytes)]
     return fits[0] if len(fits) == 1 else None
 
 

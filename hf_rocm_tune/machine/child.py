@@ -29,16 +29,21 @@ from hf_rocm_tune.machine.process import MARK, state_of
 if TYPE_CHECKING:
     import torch
 
-DIRECTORY, PARENT = "HF_ROCM_TUNE_CHILD_DIRECTORY", "HF_ROCM_TUNE_CHILD_PARENT"
+DIRECTORY = "HF_ROCM_TUNE_CHILD_DIRECTORY"
+PARENT = "HF_ROCM_TUNE_CHILD_PARENT"
 """Variables: where the result goes, and the process id of the parent."""
-RESULT, _STEP, _OUTPUT = "result.json", "step", "output"
+RESULT = "result.json"
+_STEP = "step"
+_OUTPUT = "output"
 ENDINGS = ("hang", "stop", "kill", "crash", "garbage", "silent")
 """Faults of the process itself, which can be injected into every child: it hangs, is stopped (SIGSTOP), is killed
 (SIGKILL), crashes (SIGSEGV), writes an invalid result and invalid output, or writes no result."""
 
 _FAILED = "failed"  # key of a result with only an exception
-_POLL_SECONDS, _KILL_SECONDS = 0.02, 5.0
-_TAIL_CHARACTERS, _RESULT_BYTES = 4000, 8 << 20
+_POLL_SECONDS = 0.02
+_KILL_SECONDS = 5.0
+_TAIL_CHARACTERS = 4000
+_RESULT_BYTES = 8 << 20
 # Variables of a launcher or of our parent process for a rank; a measuring child is not a rank of that job.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "HF_ROCM_TUNE_")
 
@@ -81,9 +86,13 @@ class Outcome:
             how = f"ended with {self.error}"
         elif self.code is not None and self.code < 0:
             how = f"was ended by {signal.Signals(-self.code).name}"
-        how += f" while {self.step}" if self.step else ""
-        how += f", in state {self.state}" if self.state else ""
-        return how + ("; it could not be killed" if self.status == "timeout" and self.code is None else "")
+        if self.step:
+            how += f" while {self.step}"
+        if self.state:
+            how += f", in state {self.state}"
+        if self.status == "timeout" and self.code is None:
+            how += "; it could not be killed"
+        return how
 
 
 def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5.0) -> list[Outcome]:
@@ -100,10 +109,12 @@ def run_together(tasks: Sequence[Task], *, deadline_s: float, grace_s: float = 5
         except OSError as error:
             why = f"{type(error).__name__}: it could not be started: {error.strerror or error}"
             return [Outcome(status="died", error=why) for _ in tasks]
-        ends_at, graced = time.monotonic() + deadline_s, False
+        ends_at = time.monotonic() + deadline_s
+        graced = False
         while any(child.runs() for child in children) and time.monotonic() < ends_at:
-            if not graced and any(not child.runs() and child.result()[0] != "done" for child in children):
-                graced, ends_at = True, min(ends_at, time.monotonic() + grace_s)
+            if not graced and any(child.has_failed() for child in children):
+                graced = True
+                ends_at = min(ends_at, time.monotonic() + grace_s)
             time.sleep(_POLL_SECONDS)
         return [child.outcome() for child in children]
 
@@ -158,28 +169,42 @@ class _Child:
         with (self._folder / _OUTPUT).open("rb") as output:
             output.seek(-min(4 * _TAIL_CHARACTERS, output.seek(0, os.SEEK_END)), os.SEEK_END)
             text = output.read().decode("utf-8", errors="replace")
-        step = self._folder / _STEP
+        step = ""
+        step_file = self._folder / _STEP
+        if step_file.exists():
+            step = step_file.read_text(encoding="utf-8", errors="replace")
+        printable = "".join(letter for letter in text if letter.isprintable() or letter == "\n")
         return Outcome(
             status=status,
             result=result,
             error=error,
             code=self._process.returncode,
             seconds=self._ended - self._began,
-            step=step.read_text(encoding="utf-8", errors="replace") if step.exists() else "",
+            step=step,
             state=state,
-            tail="".join(c for c in text if c.isprintable() or c == "\n").strip()[-_TAIL_CHARACTERS:],
+            tail=printable.strip()[-_TAIL_CHARACTERS:],
         )
+
+    def has_failed(self) -> bool:
+        """Whether it has ended without a result."""
+        return not self.runs() and self.result()[0] != "done"
 
     def result(self) -> tuple[Status, dict[str, Any] | None, str]:
         """Of one that has ended: the status, the result, and the exception that ended it."""
-        file, found = self._folder / RESULT, None
+        file = self._folder / RESULT
         if not file.exists():
             return "died", None, ""
+        content = None
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(file.read_bytes()) if file.stat().st_size <= _RESULT_BYTES else None
+            if file.stat().st_size <= _RESULT_BYTES:
+                content = json.loads(file.read_bytes())
+        result = content if isinstance(content, dict) else None
         if self._process.returncode != 0:
-            return "died", None, " ".join(str(found.get(_FAILED, "")).split()) if isinstance(found, dict) else ""
-        return ("done", found, "") if isinstance(found, dict) else ("garbage", None, "")
+            error = str(result.get(_FAILED, "")) if result is not None else ""
+            return "died", None, " ".join(error.split())
+        if result is None:
+            return "garbage", None, ""
+        return "done", result, ""
 
 
 def _environ(task: Task, folder: Path) -> dict[str, str]:
@@ -205,9 +230,11 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
         fault = request.get("fault") or {}
         _fault = fault if fault.get("kind") in ENDINGS else None
         step("reading the request")
-        result, code = measure(request), 0
+        result = measure(request)
+        code = 0
     except Exception as error:  # any error of a device is a result for the parent
-        result, code = {_FAILED: f"{type(error).__name__}: {error}"}, 1
+        result = {_FAILED: f"{type(error).__name__}: {error}"}
+        code = 1
         if isinstance(error, TuneError):
             code = error.exit_code
             print(f"error: {error}", file=sys.stderr)
@@ -221,7 +248,8 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
 
 def step(what: str) -> None:
     """Note the next step ("copying 64 MiB to cuda:0"), which the parent names in case of a hang."""
-    if directory := os.environ.get(DIRECTORY):
+    directory = os.environ.get(DIRECTORY)
+    if directory:
         Path(directory, _STEP).write_text(what, encoding="utf-8")
     if _fault is not None and _fault.get("where", "") in what:
         _end(_fault["kind"])
@@ -231,14 +259,15 @@ def device_of(wanted: Mapping[str, Any]) -> torch.device:
     """Start a device, found by its PCI ``address`` if given, and make it the current one. Imports torch."""
     import torch
 
-    device, address = torch.device(wanted["device"]), wanted.get("address")
+    device = torch.device(wanted["device"])
+    address = wanted.get("address")
     if device.type == "cpu":
         return device
     torch.cuda.init()
     if address is not None:
-        found = [index for index in range(torch.cuda.device_count()) if pci_address(index) == address]
-        if found:
-            device = torch.device("cuda", found[0])
+        indices = [index for index in range(torch.cuda.device_count()) if pci_address(index) == address]
+        if indices:
+            device = torch.device("cuda", indices[0])
         elif device.index is None or pci_address(device.index) is not None:
             raise RuntimeError(f"torch sees no device at {address} in this process")
     torch.cuda.set_device(device)
@@ -258,7 +287,8 @@ def pci_address(index: int) -> str | None:
 
 def _leave(text: str) -> None:
     """Write the result for the parent, or print it without one."""
-    if directory := os.environ.get(DIRECTORY):
+    directory = os.environ.get(DIRECTORY)
+    if directory:
         Path(directory, RESULT).write_text(text, encoding="utf-8")
     else:
         print(text)

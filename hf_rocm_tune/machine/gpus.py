@@ -27,8 +27,10 @@ _FRAME_BUFFER_HEAPS = (1, 2)
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 # PCI class codes: display controllers of any kind, and processing accelerators (how Instinct cards show themselves).
-_DISPLAY, _ACCELERATOR = 0x03, 0x1200
-_MEMORY, _BARS = 0x200, 6  # IORESOURCE_MEM; the first six lines of ``resource`` are the device's own BARs
+_DISPLAY = 0x03
+_ACCELERATOR = 0x1200
+_MEMORY = 0x200  # IORESOURCE_MEM
+_BARS = 6  # the first six lines of ``resource`` are the device's own BARs
 _AER = {"correctable": "TOTAL_ERR_COR", "nonfatal": "TOTAL_ERR_NONFATAL", "fatal": "TOTAL_ERR_FATAL"}
 # pci.ids, vendor 1022: ports of the 300, 400, 500 and 600 series; 57xx is the X570 (ROCm/ROCm#910); 43b3 an A320's.
 _CHIPSET = {0x43B0, 0x43B1, 0x43B3, 0x43B4, 0x43C6, 0x43C7, 0x43E9, 0x43EA, 0x43F4, 0x43F5, 0x57A3, 0x57A4, 0x57AD}
@@ -90,22 +92,35 @@ def read_topology(files: Files | None = None) -> Topology:
         elif properties["simd_count"] and properties["gfx_target_version"]:
             nodes.append(_gpu_node(files, len(nodes), number, properties))
     complete = not reasons
-    reasons += [] if nodes or reasons else ["KFD lists no GPU node"]
+    if not nodes and not reasons:
+        reasons.append("KFD lists no GPU node")
     return Topology(nodes=tuple(nodes), reasons=tuple(reasons), complete=complete)
 
 
+def _vram_bytes(files: Files, where: str) -> int | None:
+    """The sum of a node's banks of memory; None if one cannot be read, without which it would be wrong."""
+    total = 0
+    for number in files.numbered(where) or ():
+        bank = files.properties(f"{where}/{number}/properties")
+        if not bank:
+            return None
+        if bank.get("heap_type") in _FRAME_BUFFER_HEAPS:
+            total += bank.get("size_in_bytes", 0)
+    return total or None
+
+
 def _gpu_node(files: Files, index: int, number: int, properties: Mapping[str, int]) -> GpuNode:
-    where = f"{NODES}/{number}/mem_banks"
-    banks = [files.properties(f"{where}/{one}/properties") for one in files.numbered(where) or ()]
-    sizes = [bank.get("size_in_bytes", 0) for bank in banks if bank and bank.get("heap_type") in _FRAME_BUFFER_HEAPS]
-    location, address = properties.get("location_id"), None
-    if location is not None:  # bus in bits 8-15, device in 3-7, function in 0-2
-        bus, device, function = (location >> 8) & 0xFF, (location >> 3) & 0x1F, location & 7
+    location = properties.get("location_id")
+    address = None
+    if location is not None:
+        bus = (location >> 8) & 0xFF  # bits 8 to 15
+        device = (location >> 3) & 0x1F  # 3 to 7
+        function = location & 7  # 0 to 2
         address = f"{properties.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}"
     return GpuNode(
         index=index,
         arch=decode_arch(properties["gfx_target_version"]),
-        vram_bytes=(sum(sizes) or None) if all(banks) else None,  # a sum without one bank would be wrong
+        vram_bytes=_vram_bytes(files, f"{NODES}/{number}/mem_banks"),
         pci_address=address,
         has_cpu=properties.get("cpu_cores_count", 0) > 0,
     )
@@ -136,12 +151,14 @@ class Upward(NamedTuple):
 def list_display_devices(files: Files) -> list[tuple[str, int, int]]:
     """Every display or compute device in PCI order: address, vendor and device id."""
     names = filter(_ADDRESS.fullmatch, files.names(DEVICES) or ())
-    found = []
+    devices = []
     for address in sorted(names, key=lambda name: [int(part, 16) for part in re.split("[:.]", name)]):
-        code, (vendor, device) = files.hexadecimal(f"{DEVICES}/{address}/class") or 0, _ids(files, address)
-        if (code >> 16 == _DISPLAY or code >> 8 == _ACCELERATOR) and vendor is not None and device is not None:
-            found.append((address, vendor, device))
-    return found
+        code = files.hexadecimal(f"{DEVICES}/{address}/class") or 0
+        vendor, device = _ids(files, address)
+        is_gpu = code >> 16 == _DISPLAY or code >> 8 == _ACCELERATOR
+        if is_gpu and vendor is not None and device is not None:
+            devices.append((address, vendor, device))
+    return devices
 
 
 def _ids(files: Files, address: str) -> tuple[int | None, int | None]:
@@ -152,9 +169,17 @@ def read_bar_bytes(files: Files, address: str) -> int | None:
     """Size of the largest memory BAR."""
 
     def largest(text: str) -> int | None:
-        lines = [list(map(parse_hex, line.split())) for line in text.splitlines()[:_BARS]]
-        bars = [line for line in lines if len(line) == 3 and None not in line]
-        return max((last - start + 1 for start, last, flags in bars if flags & _MEMORY and last > start), default=None)  # type: ignore[operator]
+        sizes = []
+        for line in text.splitlines()[:_BARS]:
+            numbers = [parse_hex(word) for word in line.split()]
+            if len(numbers) != 3:
+                continue
+            start, last, flags = numbers
+            if start is None or last is None or flags is None:
+                continue
+            if flags & _MEMORY and last > start:
+                sizes.append(last - start + 1)
+        return max(sizes, default=None)
 
     return files.parsed(f"{DEVICES}/{address}/resource", largest, "no memory BAR")
 
@@ -167,12 +192,13 @@ def read_iommu_type(files: Files, address: str) -> str | None:
 
 def read_aer(files: Files, addresses: Iterable[str]) -> dict[str, int]:
     """Totals of the error counters since boot by kind, summed over both ends of all links above; a lower bound."""
-    found = Counter[str]()
+    totals: Counter[str] = Counter()
     for address, (kind, name) in itertools.product(addresses, _AER.items()):
         text = files.text(f"{DEVICES}/{address}/aer_dev_{kind}") or ""
-        if stated := re.search(rf"^{name} ([0-9]{{1,20}})$", text, re.MULTILINE):
-            found[kind] += int(stated[1])
-    return dict(found)
+        stated = re.search(rf"^{name} ([0-9]{{1,20}})$", text, re.MULTILINE)
+        if stated:
+            totals[kind] += int(stated[1])
+    return dict(totals)
 
 
 def read_upward(files: Files, address: str) -> Upward:
@@ -180,15 +206,17 @@ def read_upward(files: Files, address: str) -> Upward:
     chain = tuple(filter(_ADDRESS.fullmatch, files.link(f"{DEVICES}/{address}").split("/")))
     if chain[-1:] != (address,) or len(set(chain)) < len(chain):
         chain = (address,)
-    ids = [_ids(files, one) for one in chain]
+    ids = [_ids(files, function) for function in chain]
     # The topmost function that belongs to the card itself.
     connector = len(ids) - 1
     while connector > 0 and ids[-1][0] == AMD == ids[connector - 1][0]:
         connector -= 1
     # From the root port down, ports alternate: root or downstream port, then upstream port or endpoint; a link has one
     # of the latter at its lower end.
-    lower_ends = range(connector, 0, -2) if connector else range(1)
-    links = tuple(_link(files, chain[at], chain[at - 1] if at else None) for at in lower_ends)
+    if connector:
+        links = tuple(_link(files, chain[at], chain[at - 1]) for at in range(connector, 0, -2))
+    else:
+        links = (_link(files, chain[0], None),)
     behind = any(vendor == 0x1022 and device in _CHIPSET for vendor, device in ids[:connector])
     return Upward(chain=chain, links=links, behind_chipset=behind)
 
@@ -199,13 +227,22 @@ def _link(files: Files, lower: str, upper: str | None) -> Link:
         text = files.matching(f"{DEVICES}/{address}/{which}_link_speed", r"[0-9]{1,3}(\.[0-9])? GT/s.*")
         return None if text is None else float(text.partition(" ")[0])
 
-    path, current = f"{DEVICES}/{lower}/current_link_width", speed(lower, "current")
-    width = files.parsed(path, lambda text: n if (n := parse_int(text)) in _WIDTHS else None, "no width of a link")
-    limits = [limit for end in (lower, upper) if end and (limit := speed(end, "max")) is not None]
-    # A link that runs faster than the stated maximum of one end is able to do what it does.
-    able = max(min(limits), current or 0.0) if limits else current
-    own = parse_int(files.text(f"{DEVICES}/{lower}/max_link_width") or ""), speed(lower, "max")
-    return Link(lower, current, width, able, files.text(path) != _ALL_ONES, None not in own and (width, able) == own)
+    def known_width(text: str) -> int | None:
+        width = parse_int(text)
+        return width if width in _WIDTHS else None
+
+    path = f"{DEVICES}/{lower}/current_link_width"
+    current = speed(lower, "current")
+    width = files.parsed(path, known_width, "no width of a link")
+    ends = [lower, upper] if upper else [lower]
+    limits = [limit for limit in (speed(end, "max") for end in ends) if limit is not None]
+    able = current
+    if limits:  # a link that runs faster than the stated maximum of one end is able to do what it does
+        able = max(min(limits), current or 0.0)
+    own_width = parse_int(files.text(f"{DEVICES}/{lower}/max_link_width") or "")
+    own_speed = speed(lower, "max")
+    at_best = None not in (own_width, own_speed) and (width, able) == (own_width, own_speed)
+    return Link(lower, current, width, able, files.text(path) != _ALL_ONES, at_best)
 
 
 # ---- sensors -------------------------------------------------------------------------------------------------------
@@ -232,8 +269,9 @@ def read_sensors(files: Files, address: str) -> Sensors:
     device = f"{DEVICES}/{address}"
     monitors = [name for name in files.names(f"{device}/hwmon") or () if re.fullmatch("hwmon[0-9]{1,6}", name)]
     hwmon = f"{device}/hwmon/{monitors[0]}" if monitors else device
-    # Which of temp1 to temp3 is which is read from their labels.
-    labels = {files.text(f"{hwmon}/temp{n}_label"): f"{hwmon}/temp{n}_input" for n in (1, 2, 3)} if monitors else {}
+    labels = {}
+    if monitors:  # which of temp1 to temp3 is which is read from their labels
+        labels = {files.text(f"{hwmon}/temp{n}_label"): f"{hwmon}/temp{n}_input" for n in (1, 2, 3)}
     power = "power1_average" if "power1_average" in (files.names(hwmon) or ()) else "power1_input"
     # Where, the divisor to the unit, and bounds: outside of them a sensor is missing or asleep.
     wanted: dict[str, tuple[str, int, float, float]] = {
@@ -246,12 +284,17 @@ def read_sensors(files: Files, address: str) -> Sensors:
     for name, label in (("edge", "edge"), ("hotspot", "junction"), ("memory", "mem")):
         path = labels.get(label, f"{hwmon}/temperature labelled {label}")
         wanted[f"{name}_c"] = path, 1000, -60, 200
-    found = {n: files.parsed(path, partial(_scaled, scale), "no such value") for n, (path, *scale) in wanted.items()}
-    missing = {name: files.unread[wanted[name][0]] for name, value in found.items() if value is None}
+    values = {}
+    missing = {}
+    for name, (path, *scale) in wanted.items():
+        values[name] = files.parsed(path, partial(_scaled, scale), "no such value")
+        if values[name] is None:
+            missing[name] = files.unread[path]
     metrics = files.content(f"{device}/gpu_metrics")
-    if (throttle := read_throttle(metrics or b"")) is None:
+    throttle = read_throttle(metrics or b"")
+    if throttle is None:
         missing["throttle"] = "no status of a known meaning" if metrics else files.unread[f"{device}/gpu_metrics"]
-    return Sensors(**found, throttle=throttle, missing=missing)  # type: ignore[arg-type]
+    return Sensors(**values, throttle=throttle, missing=missing)  # type: ignore[arg-type]
 
 
 def _scaled(scale: Sequence[float], text: str) -> float | None:

@@ -88,17 +88,20 @@ def choose(
     cards = [node for node in nodes if not is_integrated(node)] or list(nodes)
     cards.sort(key=lambda node: (-(node.vram_bytes or 0), node.index))
     aside = ""
-    if hidden := [describe(node) for node in nodes if node not in cards]:
+    hidden = [describe(node) for node in nodes if node not in cards]
+    if hidden:
         aside = f"; hidden as integrated: {', '.join(hidden)}"
     if processes > len(cards):
         reason = f"{processes} processes on this machine, but {len(cards)} card(s) to train on{aside}"
         return CardChoice(reason=f"{reason}: start at most {len(cards)} process(es)", troubled=True)
+    seen = cards
     if processes > 1:
-        seen, reason = cards, f"{len(cards)} cards visible, each of {processes} processes takes one of them"
+        reason = f"{len(cards)} cards visible, each of {processes} processes takes one of them"
     elif split:
-        seen, reason = cards, f"{len(cards)} cards visible, a split is requested"
+        reason = f"{len(cards)} cards visible, a split is requested"
     else:
-        seen, reason = cards[:1], describe(cards[0])
+        seen = cards[:1]
+        reason = describe(cards[0])
     variables = {}
     if len(seen) < len(nodes):
         variables[OURS] = ",".join(str(node.index) for node in seen)
@@ -117,8 +120,14 @@ def _choice_of_the_user(nodes: Sequence[GpuNode], users: Mapping[str, str], proc
 
 def describe(node: GpuNode) -> str:
     """A GPU in a few words."""
-    gib = "memory unknown" if node.vram_bytes is None else f"{node.vram_bytes / (1 << 30):.1f} GiB"
-    return f"GPU {node.index} ({node.arch}, {gib}{', ' + node.pci_address if node.pci_address else ''})"
+    facts = [node.arch]
+    if node.vram_bytes is None:
+        facts.append("memory unknown")
+    else:
+        facts.append(f"{node.vram_bytes / (1 << 30):.1f} GiB")
+    if node.pci_address:
+        facts.append(node.pci_address)
+    return f"GPU {node.index} ({', '.join(facts)})"
 
 
 def enact(choice: CardChoice, environ: MutableMapping[str, str]) -> None:
@@ -136,7 +145,9 @@ def visible_nodes(nodes: Sequence[GpuNode], environ: Mapping[str, str]) -> tuple
     """The nodes that pass the filters, in HIP's order; None if one is empty or has other entries than indices."""
     hip = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES") or None
     seen = tuple(nodes)
-    for listed in (one for one in (environ.get("ROCR_VISIBLE_DEVICES"), hip) if one is not None):
+    for listed in (environ.get("ROCR_VISIBLE_DEVICES"), hip):
+        if listed is None:
+            continue
         if not re.fullmatch(r"\s*-?[0-9]{1,9}\s*(,\s*-?[0-9]{1,9}\s*)*", listed):
             return None
         # An invalid index ends the list, in HIP and in CUDA.
@@ -233,12 +244,14 @@ def _stat(pid: int) -> list[str]:
 
 def start_ticks(pid: int) -> int:
     """When a process started, in clock ticks since boot, which identifies it beside its pid; 0 if there is none."""
-    return int(fields[19]) if (fields := _stat(pid)) else 0
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
 
 
 def state_of(pid: int) -> str:
     """State of a main thread: R runs, S sleeps, D hangs in a driver, T stopped, Z ended; empty: no such process."""
-    return fields[0] if (fields := _stat(pid)) else ""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
 
 
 def is_alive(pid: int, born: int) -> bool:
@@ -250,8 +263,8 @@ def make_private(directory: Path) -> None:
     """Create a directory, or check that an existing one is private to this user."""
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    state = directory.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise UsageError(
             f"{directory}, which the ranks of this job share, is not a directory that only you can access: remove it, "
             "or set TMPDIR to a directory of your own"
@@ -265,9 +278,10 @@ def _check_launch(environ: Mapping[str, str]) -> None:
         if not re.fullmatch("[0-9]{1,9}", value) or not low <= int(value) <= high:
             raise UsageError(f"{name} is {value!r} in the environment, not a number from {low} to {high}: unset it")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in environ]
-    if missing and (launched := environ.get("WORLD_SIZE", "1")) != "1":
+    world = environ.get("WORLD_SIZE", "1")
+    if missing and world != "1":
         raise UsageError(
-            f"WORLD_SIZE is {launched} in the environment, but {', '.join(missing)} not set, so no launcher started "
+            f"WORLD_SIZE is {world} in the environment, but {', '.join(missing)} not set, so no launcher started "
             "this process: unset WORLD_SIZE, or start all processes with `hf-rocm-tune sft --num_processes`"
         )
 

@@ -71,30 +71,51 @@ class Software:
         """torch's build: ``rocm``, ``cuda`` or ``cpu``; None if its version could not be read."""
         if self.torch_version is None:
             return None
-        return "rocm" if self.hip_version else "cuda" if self.cuda_version else "cpu"
+        if self.hip_version:
+            return "rocm"
+        if self.cuda_version:
+            return "cuda"
+        return "cpu"
 
 
 def read_software(*, deadline_s: float = DEADLINE_S, in_process: bool = False) -> Software:
     """Read everything; an unreadable item does not raise."""
-    said, reason = (_probe({"in_process": True}), "") if in_process else _ask_torch(deadline_s)
-    stated: Mapping[str, str | None] = said.get("versions") or read_torch_file()[0]  # of one that cannot be imported
-    problems = {"arch_list": reason, "devices": reason, "torch_version": reason or "torch states no version"}
-    known = {name: said.get(name) for name in ("arch_list", "devices")} | {"torch_version": stated.get("__version__")}
+    if in_process:
+        answer, reason = _probe({"in_process": True}), ""
+    else:
+        answer, reason = _ask_torch(deadline_s)
+    stated: Mapping[str, str | None] = answer.get("versions") or read_torch_file()[0]  # of one that cannot be imported
+    torch_version = stated.get("__version__")
+    arch_list = answer.get("arch_list")
+    devices = answer.get("devices")
+    problems = {}
+    if arch_list is None:
+        problems["arch_list"] = answer.get("problem") or reason
+    else:
+        arch_list = tuple(arch_list)
+    if devices is None:
+        problems["devices"] = answer.get("problem") or reason
+    else:
+        devices = tuple(TorchDevice(**device) for device in devices)
+    if torch_version is None:
+        problems["torch_version"] = answer.get("problem") or reason or "torch states no version"
+    native = []
     directory = package_directory("bitsandbytes")
-    native = [file.name for file in directory.glob("libbitsandbytes*")] if directory else []
+    if directory:
+        native = [file.name for file in directory.glob("libbitsandbytes*")]
     return Software(
-        torch_version=known["torch_version"],
+        torch_version=torch_version,
         hip_version=stated.get("hip"),
         cuda_version=stated.get("cuda"),
-        arch_list=None if known["arch_list"] is None else tuple(known["arch_list"]),
-        devices=None if known["devices"] is None else tuple(TorchDevice(**one) for one in known["devices"]),
+        arch_list=arch_list,
+        devices=devices,
         packages=_read_packages(),
         bitsandbytes_libraries=tuple(sorted(native)),
         rocm_wheels=_read_wheels(),
         torchvision=_version_of("torchvision"),
-        torchvision_problem=said.get("torchvision", ""),
+        torchvision_problem=answer.get("torchvision", ""),
         missing_for_triton=missing_for_triton() if stated.get("hip") else "",
-        problems={name: said.get("problem") or why for name, why in problems.items() if known[name] is None},
+        problems=problems,
     )
 
 
@@ -125,13 +146,13 @@ def _version_of(distribution: str) -> str | None:
 
 def _read_wheels() -> dict[str, str]:
     """Distributions that carry ROCm itself, or kernels for one architecture (TheRock, docs/packaging)."""
-    found = {}
+    versions = {}
     for distribution in metadata.distributions():
         with suppress(Exception):  # broken metadata
             plain = re.sub(r"[-_.]+", "-", distribution.name).lower()
             if re.fullmatch("rocm|rocm-sdk(-.*)?|amd-torch-device-.*", plain):
-                found[plain] = str(distribution.version)
-    return dict(sorted(found.items()))
+                versions[plain] = str(distribution.version)
+    return dict(sorted(versions.items()))
 
 
 def missing_for_triton() -> str:
@@ -141,18 +162,21 @@ def missing_for_triton() -> str:
         return "there is no C compiler: install gcc"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's own has no headers
     headers = sysconfig.get_paths(scheme=scheme)["include"]
-    command, program = [compiler, "-x", "c", "-fsyntax-only", f"-I{headers}", "-"], "#include <Python.h>\n"
+    command = [compiler, "-x", "c", "-fsyntax-only", f"-I{headers}", "-"]
+    program = "#include <Python.h>\n"
     try:
         done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=_COMPILER_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the C compiler {compiler} cannot be run: {error}"
     if not done.returncode:
         why = unwritable("triton")
-        return f"the cache of what it compiles, {why}" if why else ""
+        if why:
+            return f"the cache of what it compiles, {why}"
+        return ""
     if not os.path.exists(os.path.join(headers, "Python.h")):
         return f"{headers} has no Python.h: install python3-dev (python3-devel)"
-    said = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
-    return f"{compiler} does not compile a file that includes Python.h ({said[-200:]}): install gcc and libc6-dev"
+    message = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
+    return f"{compiler} does not compile a file that includes Python.h ({message[-200:]}): install gcc and libc6-dev"
 
 
 def _probe(request: dict[str, Any]) -> dict[str, Any]:
@@ -162,20 +186,20 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
 
     build = torch.version
     versions = {"__version__": str(torch.__version__), "hip": build.hip, "cuda": build.cuda}
-    found: dict[str, Any] = {"versions": versions, "arch_list": torch.cuda.get_arch_list()}
+    answer: dict[str, Any] = {"versions": versions, "arch_list": torch.cuda.get_arch_list()}
     step("asking torch for its devices")
     try:
         count = 0
         if build.hip or build.cuda or torch.cuda.is_available():
             torch.cuda.init()  # `is_available()` would turn every error into False
             count = torch.cuda.device_count()
-        found["devices"] = [_device(index) for index in range(count)]
+        answer["devices"] = [_device(index) for index in range(count)]
     except Exception as error:  # a runtime that does not start is a result, too
-        found["problem"] = " ".join(f"torch: {type(error).__name__}: {error}".split())
+        answer["problem"] = " ".join(f"torch: {type(error).__name__}: {error}".split())
     if not request.get("in_process"):
         step("importing torchvision")
-        found["torchvision"] = torchvision.problem()
-    return found
+        answer["torchvision"] = torchvision.problem()
+    return answer
 
 
 def _device(index: int) -> dict[str, Any]:

@@ -10,7 +10,8 @@ _REPOSITORIES = (
     "bitsandbytes-foundation/bitsandbytes ggml-org/llama.cpp "
     "turboderp-org/exllamav3 pytorch/vision astral-sh/uv ROCm/legacy-rocm-build"
 )
-_ROCM_DOCS, _KERNEL_DOCS = "https://rocm.docs.amd.com/", "https://docs.kernel.org/"
+_ROCM_DOCS = "https://rocm.docs.amd.com/"
+_KERNEL_DOCS = "https://docs.kernel.org/"
 _SYSTEMS = "https://github.com/ROCm/rocm-systems/blob/develop/projects/"
 _PAGES = {
     "HIP environment variables page": f"{_ROCM_DOCS}projects/HIP/en/latest/reference/env_variables.html",
@@ -49,7 +50,7 @@ def link_of(source: str) -> str:
     """The address of an issue such as ``rccl#1129``, or of a document; empty if unknown."""
     # ROCm/ROCm was renamed, with the same numbers; the old name is to be reused.
     name, _, number = source.replace("ROCm/ROCm#", "legacy-rocm-build#").partition("#")
-    repository = next((one for one in _REPOSITORIES.split() if f"/{one}".endswith(f"/{name}")), "")
+    repository = next((known for known in _REPOSITORIES.split() if f"/{known}".endswith(f"/{name}")), "")
     if number.isdecimal() and repository:
         return f"https://github.com/{repository}/issues/{number}"
     return _PAGES.get(source, "")

@@ -55,11 +55,15 @@ class Gpu:
     @property
     def arch(self) -> str | None:
         """Architecture in the kernel's list, which no override variable reaches, or that of its model."""
-        return self.node.arch if self.node else self.card.arch if self.card else None
+        if self.node:
+            return self.node.arch
+        return self.card.arch if self.card else None
 
     @property
     def vram_bytes(self) -> int | None:
-        return self.node.vram_bytes if self.node and self.node.vram_bytes else self.sensors.vram_total_bytes
+        if self.node and self.node.vram_bytes:
+            return self.node.vram_bytes
+        return self.sensors.vram_total_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +98,8 @@ class Machine:
 
     def why(self, *parts: str) -> str:
         """Why the files whose paths contain these parts could not be read."""
-        found = (reason for path, reason in self.unread.items() if all(part in path for part in parts))
-        return "; ".join(dict.fromkeys(found)) or f"the kernel states nothing for {' '.join(parts)}"
+        reasons = (reason for path, reason in self.unread.items() if all(part in path for part in parts))
+        return "; ".join(dict.fromkeys(reasons)) or f"the kernel states nothing for {' '.join(parts)}"
 
 
 def survey(root: Path = Path("/")) -> Machine:
@@ -103,26 +107,36 @@ def survey(root: Path = Path("/")) -> Machine:
     files = Files(root)
     topology = gpus.read_topology(files)
     info = dict(re.findall(r"^(\w+):[ \t]+([0-9]{1,16}) kB[ \t]*$", files.text("proc/meminfo") or "", re.MULTILINE))
-    memory, available = (int(info[name]) << 10 if name in info else None for name in ("MemTotal", "MemAvailable"))
+    memory = int(info["MemTotal"]) << 10 if "MemTotal" in info else None
+    available = int(info["MemAvailable"]) << 10 if "MemAvailable" in info else None
     limit = parse_int(files.text("sys/fs/cgroup/memory.max") or "")
-    cpu = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", files.text("proc/cpuinfo") or "", re.MULTILINE)
+    if limit is not None and memory is not None and limit >= memory:
+        limit = None
+    model_name = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", files.text("proc/cpuinfo") or "", re.MULTILINE)
+    if model_name:
+        cpu = model_name[1]
+    else:
+        cpu = platform.processor() or "unknown processor"
+    iommu = None
     classes = files.names("sys/class")
+    if classes is not None:
+        iommu = "iommu" in classes and bool(files.names("sys/class/iommu"))
     cmdline = (files.text("proc/cmdline") or "").split()
     return Machine(
         platform=sys.platform,
         release=platform.release(),
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
-        cpu=cpu[1] if cpu else platform.processor() or "unknown processor",
+        cpu=cpu,
         memory_bytes=memory,
         available_bytes=available,
-        memory_limit_bytes=limit if limit is not None and (memory is None or limit < memory) else None,
+        memory_limit_bytes=limit,
         device_nodes=_device_nodes(files),
         cmdline=cmdline,
         amdgpu=_parameters(files, cmdline),
         driver_version=files.matching("sys/module/amdgpu/version", r"[0-9]{1,3}(\.[0-9]{1,4}){1,3}.{0,20}"),
         container=_container(files),
         dxg=(files.root / "dev/dxg").exists(),
-        iommu=None if classes is None else "iommu" in classes and bool(files.names("sys/class/iommu")),
+        iommu=iommu,
         topology=topology,
         gpus=tuple(_gpu(files, topology, *device) for device in gpus.list_display_devices(files)),
         unread=files.unread,
@@ -132,8 +146,12 @@ def survey(root: Path = Path("/")) -> Machine:
 def _parameters(files: Files, cmdline: Sequence[str]) -> dict[str, str]:
     """Parameters of amdgpu: in force, or at boot where the driver's directory cannot be read."""
     booted = dict(re.findall(r"(?:^| )amdgpu\.(\w+)=(\S+)", " ".join(cmdline)))
-    read = {name: files.text(f"sys/module/amdgpu/parameters/{name}") for name in PARAMETERS}
-    return {name: found for name in PARAMETERS if (found := read[name] or booted.get(name))}
+    parameters = {}
+    for name in PARAMETERS:
+        value = files.text(f"sys/module/amdgpu/parameters/{name}") or booted.get(name)
+        if value:
+            parameters[name] = value
+    return parameters
 
 
 def _container(files: Files) -> str | None:
@@ -146,31 +164,36 @@ def _container(files: Files) -> str | None:
 
 def _device_nodes(files: Files) -> dict[str, tuple[bool, str]]:
     names = [name for name in files.names("dev/dri") or [] if re.fullmatch("renderD[0-9]{1,6}", name)]
-    found = {}
+    nodes = {}
     for path in ("dev/kfd", *(f"dev/dri/{name}" for name in names)):
         node = files.root / path
         with suppress(OSError):
             group = str(node.stat().st_gid)
             with suppress(KeyError):  # a group that a container's image does not have
                 group = grp.getgrgid(int(group)).gr_name
-            found[f"/{path}"] = os.access(node, os.R_OK | os.W_OK), group
-    return found
+            nodes[f"/{path}"] = os.access(node, os.R_OK | os.W_OK), group
+    return nodes
 
 
 def _gpu(files: Files, topology: Topology, address: str, vendor_id: int, device_id: int) -> Gpu:
-    vendor, driver = _VENDORS.get(vendor_id, "other"), files.last(f"{gpus.DEVICES}/{address}/driver")
+    vendor = _VENDORS.get(vendor_id, "other")
+    driver = files.last(f"{gpus.DEVICES}/{address}/driver")
     sensors = Sensors(missing={"all": f"{address}: its driver is {driver}, not amdgpu"})
     if driver == "amdgpu":
         sensors = gpus.read_sensors(files, address)
     node = next((node for node in topology.nodes if node.pci_address == address), None)
-    card, integrated = None, None
+    card = None
+    integrated = None
     if vendor == "amd":
         pci = (device_id, files.hexadecimal(f"{gpus.DEVICES}/{address}/revision"))
         vram_bytes = (node and node.vram_bytes) or sensors.vram_total_bytes
         card = identify(arch=node.arch if node else None, vram_bytes=vram_bytes, pci=pci)
-        # A node without a memory size may be an integrated GPU of an unlisted architecture.
-        guessed = True if node and is_integrated(node) else False if node and node.vram_bytes is not None else None
-        integrated = card.integrated if card else guessed
+        if card:
+            integrated = card.integrated
+        elif node and is_integrated(node):
+            integrated = True
+        elif node and node.vram_bytes is not None:  # without a size it may be an integrated GPU of an unlisted kind
+            integrated = False
     upward = gpus.read_upward(files, address)
     return Gpu(
         address=address,

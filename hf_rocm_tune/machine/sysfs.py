@@ -28,7 +28,8 @@ class Files:
 
     def content(self, path: str) -> bytes | None:
         """A whole file, which is not empty."""
-        reason, content = "empty", b""
+        reason = "empty"
+        content = b""
         try:
             content = (self.root / path).read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a null byte in the path
@@ -39,11 +40,15 @@ class Files:
 
     def text(self, path: str) -> str | None:
         """The stripped text of a file."""
-        if (content := self.content(path)) is None:
+        content = self.content(path)
+        if content is None:
             return None
         text = content.decode("utf-8", errors="replace").strip()
-        if not text or "\0" in text or "\ufffd" in text:
-            self._fail(path, "binary, not text" if text else "empty")
+        if not text:
+            self._fail(path, "empty")
+            return None
+        if "\0" in text or "\ufffd" in text:
+            self._fail(path, "binary, not text")
             return None
         return text
 
@@ -101,7 +106,10 @@ class Files:
 
 def parse_int(text: str) -> int | None:
     """A plain ASCII decimal number of at most 64 bits. ``int()`` alone takes ``1_0``, ``+1`` and more."""
-    return int(text) if re.fullmatch("[0-9]{1,20}", text) and int(text) < 1 << 64 else None
+    if not re.fullmatch("[0-9]{1,20}", text):
+        return None
+    number = int(text)
+    return number if number < 1 << 64 else None
 
 
 def parse_hex(text: str) -> int | None:

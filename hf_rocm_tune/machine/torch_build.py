@@ -35,7 +35,11 @@ def check_torch() -> None:
         return  # a torch of another make; its import says what is wrong
     if not is_supported(version):
         oldest = _series(TESTED["torch"][0])
-        build = "hip" if stated.get("hip") else "cuda" if stated.get("cuda") else "cpu"
+        build = "cpu"
+        if stated.get("hip"):
+            build = "hip"
+        elif stated.get("cuda"):
+            build = "cuda"
         raise UsageError(f"torch {version} is too old, {oldest} or newer is needed: {install_command(build)}")
 
 

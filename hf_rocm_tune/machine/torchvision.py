@@ -77,8 +77,10 @@ def install(torch_version: str) -> str:
 def is_of_text(model: str) -> bool:
     """Whether the files of a model say that it reads text only; False where they are not on this machine yet."""
     directory = _directory(model)
-    if directory is not None and (directory / _ADAPTER).is_file() and (base := _base_of(directory)) is not None:
-        directory = _directory(base)
+    if directory is not None and (directory / _ADAPTER).is_file():
+        base = _base_of(directory)
+        if base is not None:
+            directory = _directory(base)
     if directory is None or any((directory / name).is_file() for name in _PROCESSORS):
         return False
     from hf_rocm_tune.foreign import read_json  # its YAML is not needed to look at what is installed
@@ -109,5 +111,6 @@ def _directory(model: str) -> Path | None:
         return local
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     cache = expand_user(os.environ.get("HF_HUB_CACHE") or f"{home}/hub")
-    found = sorted((cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
-    return found[-1].parent if found else None
+    snapshots = cache / f"models--{model.replace('/', '--')}" / "snapshots"
+    configs = sorted(snapshots.glob("*/config.json"))
+    return configs[-1].parent if configs else None

@@ -25,7 +25,7 @@ from hf_rocm_tune.redaction import one_line
 Spec = TypeVar("Spec")
 Action = Literal["set", "keep", "info", "warn", "error"]
 
-_MARK_TOLD = "HF_ROCM_TUNE_TOLD"
+_MARK_PRINTED = "HF_ROCM_TUNE_TOLD"
 _ORDER: Sequence[Action] = ("error", "warn", "set", "info", "keep")
 _LABEL: Mapping[Action, str] = {"error": "error", "warn": "warning", "info": "note"}
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -47,20 +47,25 @@ def package_directory(package: str) -> Path | None:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a half-made module in sys.modules has no spec
         return None
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
+    if spec is None or not spec.origin:
+        return None
+    return Path(spec.origin).parent
 
 
 def read_torch_file() -> tuple[dict[str, str | None], str]:
     """What ``torch/version.py`` assigns to ``__version__``, ``hip``, ``cuda``; or nothing, and why."""
-    if (directory := package_directory("torch")) is None:
+    directory = package_directory("torch")
+    if directory is None:
         return {}, "torch is not installed"
     try:
         text = (directory / "version.py").read_text("utf-8", errors="replace")
     except OSError as error:
         return {}, f"torch/version.py: {error.strerror}"
     stated = re.findall(r"^(__version__|hip|cuda)\b[^=\n]*(?:=\s*['\"]([^'\"]+)['\"])?", text, re.MULTILINE)
-    found = {name: value or None for name, value in stated}
-    return (found, "") if found.get("__version__") else ({}, "torch/version.py has another form than expected")
+    versions = {name: value or None for name, value in stated}
+    if not versions.get("__version__"):
+        return {}, "torch/version.py has another form than expected"
+    return versions, ""
 
 
 def read_facts(archs: tuple[str, ...] | None, why: str = "") -> MachineFacts:
@@ -69,7 +74,9 @@ def read_facts(archs: tuple[str, ...] | None, why: str = "") -> MachineFacts:
     if "hip" in stated:
         return MachineFacts(stated["hip"] is not None, archs, why)
     reason = reason or "torch/version.py does not tell the build"
-    return MachineFacts(None, archs, f"{reason}; {why}" if why else reason)
+    if why:
+        reason = f"{reason}; {why}"
+    return MachineFacts(None, archs, reason)
 
 
 # ---- the policy ---------------------------------------------------------------------------------------------------
@@ -128,10 +135,15 @@ class Rule:
 
     def applies(self, value: str, facts: MachineFacts) -> bool | None:
         conditions = (facts.is_rocm if self.rocm else True, self.when(value, facts))
-        return False if False in conditions else None if None in conditions else True
+        if False in conditions:
+            return False
+        if None in conditions:
+            return None
+        return True
 
 
-_ALLOCATOR, _OVERRIDE = " ".join(ALLOCATOR), "HSA_OVERRIDE_GFX_VERSION HSA_OVERRIDE_GFX_VERSION_*"
+_ALLOCATOR = " ".join(ALLOCATOR)
+_OVERRIDE = "HSA_OVERRIDE_GFX_VERSION HSA_OVERRIDE_GFX_VERSION_*"
 
 RULES = (
     Rule(_ALLOCATOR, "error",
@@ -216,7 +228,10 @@ class Decision:
     @property
     def assignment(self) -> str:
         """``NAME=value`` as one line of printable text, of at most 200 letters."""
-        return one_line(self.variable + ("" if self.value is None else f"={self.value}"))[:200]
+        text = self.variable
+        if self.value is not None:
+            text += f"={self.value}"
+        return one_line(text)[:200]
 
 
 DECISIONS: list[Decision] = []
@@ -237,17 +252,25 @@ def evaluate(environ: Mapping[str, str], facts: MachineFacts) -> list[Decision]:
     """What the policy finds in ``environ``. Changes nothing."""
     made = []
     for names, reason, source in _TOGETHER:
-        found = {name: environ[name] for name in names if name in environ}
-        if len({value.strip() for value in found.values()} if names is ALLOCATOR else found) > 1:
-            values = " | ".join(found.values())
-            made.append(Decision(", ".join(found), "warn", values, reason, source, "set one of them"))
+        given = {name: environ[name] for name in names if name in environ}
+        alternatives = {*given}
+        if names is ALLOCATOR:  # the same value under several names does no harm
+            alternatives = {value.strip() for value in given.values()}
+        if len(alternatives) > 1:
+            values = " | ".join(given.values())
+            made.append(Decision(", ".join(given), "warn", values, reason, source, "set one of them"))
     for name, value in environ.items():
-        for rule in RULES if value.strip() else ():
-            if not rule.covers(name) or (applies := rule.applies(value, facts)) is False:
+        if not value.strip():
+            continue
+        for rule in RULES:
+            applies = rule.covers(name) and rule.applies(value, facts)
+            if applies is False:
                 continue
             action, reason = rule.action, rule.reason
             if applies is None:
-                action, reason = "warn" if action == "error" else action, f"{reason} [uncertain here: {facts.why}]"
+                reason = f"{reason} [uncertain here: {facts.why}]"
+                if action == "error":
+                    action = "warn"
             made.append(Decision(name, action, value, reason, rule.source, rule.fix))
             break
     return made
@@ -261,7 +284,7 @@ def too_late(decision: Decision) -> Decision:
 
 
 def remember(decisions: Iterable[Decision]) -> None:
-    DECISIONS.extend(one for one in dict.fromkeys(decisions) if one not in DECISIONS)
+    DECISIONS.extend(decision for decision in dict.fromkeys(decisions) if decision not in DECISIONS)
 
 
 def review(facts: MachineFacts | None = None) -> list[Decision]:
@@ -281,26 +304,28 @@ def announce(decisions: Iterable[Decision], environ: MutableMapping[str, str] | 
     if environ.get("LOCAL_RANK", "").strip() not in ("", "0", "-1"):
         return
     quiet = environ.get("HF_ROCM_TUNE_QUIET", "").strip() == "1"
-    told = [mark for mark in environ.get(_MARK_TOLD, "").split(",") if mark]
-    for one in decisions:
-        if one.action not in _LABEL or (quiet and one.action == "info"):
+    printed = [mark for mark in environ.get(_MARK_PRINTED, "").split(",") if mark]
+    for decision in decisions:
+        if decision.action not in _LABEL or (quiet and decision.action == "info"):
             continue
-        fix = f"; {one.fix}" if one.fix else ""
-        line = f"{_LABEL[one.action]}: {one.assignment}: {one.reason}{fix} ({one.source})"
+        fix = f"; {decision.fix}" if decision.fix else ""
+        line = f"{_LABEL[decision.action]}: {decision.assignment}: {decision.reason}{fix} ({decision.source})"
         mark = f"{zlib.crc32(line.encode('utf-8', 'surrogateescape')):08x}"
-        if mark not in told:
-            told.append(mark)
+        if mark not in printed:
+            printed.append(mark)
             print(f"hf_rocm_tune: {line}", file=sys.stderr)
-    if told:
-        environ[_MARK_TOLD] = ",".join(told)
+    if printed:
+        environ[_MARK_PRINTED] = ",".join(printed)
 
 
 def explain(decisions: Iterable[Decision]) -> str:
     """A table, the most severe first: action, variable and value, then reason, fix and source."""
     lines = []
-    for one in sorted(decisions, key=lambda one: _ORDER.index(one.action)):
-        fix = [f"fix: {one.fix}"] if one.fix else []
-        entry = [f"{one.action:<6}{one.assignment}", one.reason, *fix, f"source: {one.source}", *links_of(one.source)]
+    for decision in sorted(decisions, key=lambda decision: _ORDER.index(decision.action)):
+        entry = [f"{decision.action:<6}{decision.assignment}", decision.reason]
+        if decision.fix:
+            entry.append(f"fix: {decision.fix}")
+        entry += [f"source: {decision.source}", *links_of(decision.source)]
         lines.append("\n      ".join(entry))
     return "\n".join(lines) or "No variable was set, and no existing one needs a change."
 
@@ -322,24 +347,31 @@ def read_spec(
     ``allowed``: the values of a key of text; ``least``: the least value of a key of a number; ``required``: mandatory
     keys and what is expected of them, ``kind`` unless given. A bool is 0 or 1, a float is from 0 to 1.
     """
-    hints, values = get_type_hints(spec), dict[str, Any]()
+    hints = get_type_hints(spec)
+    values: dict[str, Any] = {}
     for item in filter(None, map(str.strip, text.split(","))):
         key, separator, value = (piece.strip() for piece in item.partition("="))
         if not separator or key not in hints or key in values:
             what = f"'{key}' is given twice" if key in values else f"'{item}' is not understood"
             raise UsageError(f"{variable}: {what}; valid keys: {' '.join(hints)}")
-        kind: Any = next(one for one in (bool, float, int, str) if one in (hints[key], *get_args(hints[key])))
-        low, choices = least.get(key, 0), allowed.get(key, ())
+        allowed_types = (hints[key], *get_args(hints[key]))  # of ``int | None`` both
+        kind: Any = next(type_ for type_ in (bool, float, int, str) if type_ in allowed_types)
+        low = least.get(key, 0)
+        choices = allowed.get(key, ())
         expected = {bool: "0 or 1", float: "a number from 0 to 1", int: f"a whole number from {low} on"}
         try:
-            found = int(value) if kind is bool else kind(value)
-            right = found in (choices or (found,)) if kind is str else low <= found and (kind is int or found <= 1)
+            given = int(value) if kind is bool else kind(value)
         except ValueError:
             right = False
+        else:
+            if kind is str:
+                right = not choices or given in choices
+            else:
+                right = low <= given and (kind is int or given <= 1)
         if not right:
             wanted = expected.get(kind, f"one of {' '.join(choices)}")
             raise UsageError(f"{variable}: {key}={value} is not valid; expected {wanted}")
-        values[key] = kind(found)
+        values[key] = kind(given)
     for key, wanted in (required or {"kind": f"kind= one of {' '.join(allowed.get('kind', ()))}"}).items():
         if key not in values:
             raise UsageError(f"{variable}: '{key}' is missing; give {wanted}")

@@ -84,9 +84,12 @@ def check_format(
     )
     _check_flags(layout, columns, completion_only_loss, split)
     _check_mixed(layout, first, split)
-    seen = RowTraits(None if is_renamed(layout.kind, layout.content) else opening)
+    if is_renamed(layout.kind, layout.content):
+        opening = None
+    seen = RowTraits(opening)
     for number, row in enumerate(_rows(dataset, layout), start=1):
-        if fault := fault_in(row, layout):
+        fault = fault_in(row, layout)
+        if fault:
             begins = repr({column: row[column] for column in layout.columns if column in row})[:120]
             raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {begins}")
         seen.note(row, number, layout)
@@ -142,7 +145,7 @@ def _rows(dataset: Rows, layout: FormatInfo) -> Iterator[dict[str, Any]]:
 def _completed(
     layout: FormatInfo, seen: RowTraits, columns: list[str], first: Mapping[str, Any], has_chat_template: bool
 ) -> FormatInfo:
-    """What `as_trl` has to change and what is told, once all rows have been seen."""
+    """What `as_trl` has to change and what is printed, once all rows have been seen."""
     known = layout.columns
     layout = replace(
         layout,
@@ -164,6 +167,9 @@ def _completed(
     mapping = None
     if becomes_chat or _has_other_messages(layout, seen, first):
         mapping = changes_in_words(layout, conversational, seen)
+    shapes: list[tuple[int, int]] = []
+    if conversational:
+        shapes = [(start, count) for start, count in seen.shapes.values()]
     return replace(
         layout,
         mapping=mapping,
@@ -172,7 +178,7 @@ def _completed(
         text_arguments="text arguments" in seen.kinds,
         marked="mark" in seen.kinds,
         findings=(*seen.findings(layout), *_unused(layout, known, columns, seen.count)),
-        shapes=tuple((start, count) for start, count in seen.shapes.values()) if conversational else (),
+        shapes=tuple(shapes),
     )
 
 
@@ -195,7 +201,7 @@ def _shows_pictures(layout: FormatInfo, columns: list[str], first: Mapping[str, 
     if layout.messages or "prompt" not in layout.content or {*_PICTURES}.isdisjoint(columns):
         return False
     placeholders = _PLACEHOLDER.findall(str(first[layout.content["prompt"]]))
-    return all(each == "<image>" for each in placeholders)  # the toolkits', which no model reads
+    return all(placeholder == "<image>" for placeholder in placeholders)  # the toolkits', which no model reads
 
 
 def _columns_that_trl_might_read(layout: FormatInfo, columns: list[str]) -> tuple[str, ...]:
@@ -213,14 +219,14 @@ def _unused(layout: FormatInfo, known: list[str], columns: list[str], rows: int)
     if layout.kind == "prompt":  # reward functions read all columns
         unused = [name for name in unused if name in OF_TEMPLATE]
         what = "not in the prompt, but given to the reward functions"
-    found = []
+    findings = []
     for trains in (True, False):
         names = [name for name in unused if (name in TRAINING) == trains]
         if names:
             plural = "s" if len(names) > 1 else ""
             phrase = f"{what}: column{plural} {', '.join(map(repr, names))}"
-            found.append(RowFinding(what=phrase, rows=rows, first=1, by_design=not trains))
-    return found
+            findings.append(RowFinding(what=phrase, rows=rows, first=1, by_design=not trains))
+    return findings
 
 
 # ---- a stream -------------------------------------------------------------------------------------------------------
@@ -231,7 +237,7 @@ def check_later(
     info: FormatInfo,
     split: str,
     check_structure: Callable[..., None],
-    tell: Callable[[RowFinding], None],
+    report: Callable[[RowFinding], None],
 ) -> Rows:
     """A stream that refuses a bad row when it comes to it: `check_format` reads only the first ones.
 
@@ -240,12 +246,18 @@ def check_later(
         info: of its first rows.
         split: for messages.
         check_structure: called with a row and its number for each structure that was not among the first rows.
-        tell: called with what is found in later rows, once for each kind.
+        report: called with what is found in later rows, once for each kind.
 
     Raises:
         UsageError: while the rows are read; it names the row.
     """
-    arguments = {"layout": info, "split": split, "seen": RowTraits(), "check_structure": check_structure, "tell": tell}
+    arguments = {
+        "layout": info,
+        "split": split,
+        "seen": RowTraits(),
+        "check_structure": check_structure,
+        "report": report,
+    }
     return dataset.map(_checked, with_indices=True, fn_kwargs=arguments, features=dataset.features)
 
 
@@ -266,15 +278,17 @@ def _checked(
     split: str,
     seen: RowTraits,
     check_structure: Callable[..., None],
-    tell: Callable[[RowFinding], None],
+    report: Callable[[RowFinding], None],
 ) -> dict[str, Any]:
-    if fault := fault_in(row, layout):
+    fault = fault_in(row, layout)
+    if fault:
         raise UsageError(f"{place_of(index + 1, split)}: {fault}")
-    known, kinds = len(seen.shapes), len(seen.empty)
+    known_shapes = len(seen.shapes)
+    known_findings = len(seen.empty)
     seen.note(row, index + 1, layout)
     if index >= STREAMED_ROWS:
-        if len(seen.shapes) > known:
+        if len(seen.shapes) > known_shapes:
             check_structure(row, index + 1)
-        for what in [*seen.empty][kinds:]:
-            tell(RowFinding(what=what, rows=1, first=index + 1))
+        for what in [*seen.empty][known_findings:]:
+            report(RowFinding(what=what, rows=1, first=index + 1))
     return row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,10 @@ def _features_with_json(features: Features, info: FormatInfo, removed: set[str])
 
 def with_decoded_calls(info: FormatInfo) -> FormatInfo:
     """For a chat template that writes arguments of calls as JSON, and text among them as a JSON string in quotes."""
-    more = "arguments of calls, JSON as text, become objects"
-    return replace(info, decodes_calls=True, mapping=f"{info.mapping}, {more}" if info.mapping else more)
+    mapping = "arguments of calls, JSON as text, become objects"
+    if info.mapping:
+        mapping = f"{info.mapping}, {mapping}"
+    return replace(info, decodes_calls=True, mapping=mapping)
 
 
 # ---- one row --------------------------------------------------------------------------------------------------------
@@ -108,8 +110,11 @@ def in_trls_format(row: Mapping[str, Any], *, layout: FormatInfo) -> dict[str, A
 
 def _without_padding(row: Mapping[str, Any], layout: FormatInfo) -> dict[str, Any]:
     mask = row["attention_mask"]
-    names = [name for name in layout.columns if name != "attention_mask"]
-    return {name: [entry for entry, real in zip(row[name], mask, strict=True) if real] for name in names}
+    real = {}
+    for name in layout.columns:
+        if name != "attention_mask":
+            real[name] = [entry for entry, is_real in zip(row[name], mask, strict=True) if is_real]
+    return real
 
 
 def _text(row: Mapping[str, Any], name: str, column: str, layout: FormatInfo) -> str | list[dict[str, Any]]:
@@ -122,7 +127,8 @@ def _text(row: Mapping[str, Any], name: str, column: str, layout: FormatInfo) ->
             text += "\n"
     if not layout.conversational:
         return text
-    return [{"role": "user" if name == "prompt" else "assistant", "content": text}]
+    role = "user" if name == "prompt" else "assistant"
+    return [{"role": role, "content": text}]
 
 
 def _conversation(row: Mapping[str, Any], name: str, column: str, layout: FormatInfo) -> list[dict[str, Any]]:
@@ -136,13 +142,17 @@ def _conversation(row: Mapping[str, Any], name: str, column: str, layout: Format
 def _with_earlier(value: Any, row: Mapping[str, Any], layout: FormatInfo) -> Any:
     """Text or messages, after the system prompt and the earlier turns that have columns of their own."""
     system = next((row[name] for name in SYSTEMS if name in layout.more), None)
-    history = (row.get(HISTORY) if HISTORY in layout.more else None) or []
+    history: Sequence[Any] = ()
+    if HISTORY in layout.more:
+        history = row.get(HISTORY) or ()
     if isinstance(value, str):
-        texts = [text for pair in history for text in pair]
-        if system:
-            texts.insert(0, system)
+        texts = [system] if system else []
+        for pair in history:
+            texts += pair
         return "\n\n".join([*texts, value])
-    earlier = [{"role": role, "content": text} for pair in history for role, text in zip(ASKED, pair, strict=True)]
+    earlier = []
+    for pair in history:
+        earlier += [{"role": role, "content": text} for role, text in zip(ASKED, pair, strict=True)]
     if value[0]["role"] == "system":
         return [value[0], *earlier, *value[1:]]
     if system:
@@ -152,8 +162,14 @@ def _with_earlier(value: Any, row: Mapping[str, Any], layout: FormatInfo) -> Any
 
 def _tools(given: Any) -> str | None:
     """JSON of the tools, each in OpenAI's ``function``; None without any."""
-    wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed_tools(given)]
-    return json.dumps(wrapped, ensure_ascii=False) if wrapped else None
+    wrapped = []
+    for tool in listed_tools(given):
+        if "function" not in tool:
+            tool = {"type": "function", "function": tool}
+        wrapped.append(tool)
+    if not wrapped:
+        return None
+    return json.dumps(wrapped, ensure_ascii=False)
 
 
 def _messages(turns: list[Any], layout: FormatInfo) -> list[dict[str, Any]]:
@@ -175,14 +191,16 @@ def _are_one_answer(message: Mapping[str, Any], call: Mapping[str, Any]) -> bool
 
 def _message(message: Mapping[str, Any], layout: FormatInfo) -> dict[str, Any]:
     """A message in TRL's form: OpenAI's former ``function_call`` and ShareGPT's become ``tool_calls``."""
-    role, content = message[layout.role_key], message.get(layout.content_key)
+    role = message[layout.role_key]
+    content = message.get(layout.content_key)
     if layout.joins_parts and isinstance(content, list) and is_text(content):
         content = "".join(part["text"] for part in content)
     own = (layout.role_key, layout.content_key, "function_call")
     rest = {key: value for key, value in message.items() if key not in own and value is not None}
     calls = message.get("function_call")
     if is_call_role(role):
-        calls, content = json.loads(content or ""), ""
+        calls = json.loads(content or "")
+        content = ""
     if calls:
         listed = calls if isinstance(calls, list) else [calls]
         rest["tool_calls"] = [{"type": "function", "function": call} for call in listed]
@@ -210,34 +228,34 @@ def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes_in_words(layout: FormatInfo, conversational: bool, seen: RowTraits) -> str:
     """What `as_trl` changes, in one phrase."""
-    said = _columns_in_words(layout)
-    said += [f"'{name}' is the system prompt" for name in layout.more if name in SYSTEMS]
-    said += [f"'{name}' goes into the prompt" for name in layout.more if name not in TURNS]
+    changes = _columns_in_words(layout)
+    changes += [f"'{name}' is the system prompt" for name in layout.more if name in SYSTEMS]
+    changes += [f"'{name}' goes into the prompt" for name in layout.more if name not in TURNS]
     if HISTORY in layout.more:
-        said.append(f"'{HISTORY}' stands before it, read and not learned")
+        changes.append(f"'{HISTORY}' stands before it, read and not learned")
     for name in layout.dropped:
-        said.append(f"'{name}' is not used")
+        changes.append(f"'{name}' is not used")
     for role in sorted(seen.roles):
         if standard_role(role) != role:
-            said.append(f"{role} is {standard_role(role)}")
+            changes.append(f"{role} is {standard_role(role)}")
     keys = (layout.role_key, layout.content_key)
     if keys != MESSAGE_KEYS:
-        said.append(f"{'/'.join(keys)} are {'/'.join(MESSAGE_KEYS)}")
+        changes.append(f"{'/'.join(keys)} are {'/'.join(MESSAGE_KEYS)}")
     if layout.joins_parts:
-        said.append("parts of a message become one text")
+        changes.append("parts of a message become one text")
     for name in CALL_ROLES:
         if name in seen.kinds:
-            said.append(f"{name} becomes tool_calls")
+            changes.append(f"{name} becomes tool_calls")
     if FUNCTIONS in seen.kinds:
-        said.append(f"'{FUNCTIONS}' are the tools")
+        changes.append(f"'{FUNCTIONS}' are the tools")
     if "padding" in seen.kinds:
-        said.append("positions with attention_mask 0 are removed")
+        changes.append("positions with attention_mask 0 are removed")
     if layout.uneven_kwargs:
-        said.append(f"keys of '{TEMPLATE_KWARGS}' that a row lacks are not given to the template")
+        changes.append(f"keys of '{TEMPLATE_KWARGS}' that a row lacks are not given to the template")
     if layout.texts and layout.kind != "tokenized":
         plain = "as plain text, because the tokenizer has no chat template"
-        said.append("text becomes chat messages" if conversational else plain)
-    return ", ".join(said)
+        changes.append("text becomes chat messages" if conversational else plain)
+    return ", ".join(changes)
 
 
 def _columns_in_words(layout: FormatInfo) -> list[str]:
@@ -246,7 +264,7 @@ def _columns_in_words(layout: FormatInfo) -> list[str]:
     (chat,) = layout.messages
     if layout.kind == "preference":
         return [f"'{chat}' is the chosen conversation, whose last answer '{REJECTED[0]}' replaces in the rejected"]
-    said = [f"the last message of '{chat}' is the completion and the others are the prompt"]
+    changes = [f"the last message of '{chat}' is the completion and the others are the prompt"]
     if layout.label not in (None, "label"):
-        said.append(f"'{layout.label}' is the label")
-    return said
+        changes.append(f"'{layout.label}' is the label")
+    return changes

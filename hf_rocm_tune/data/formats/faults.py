@@ -141,19 +141,22 @@ def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | Non
 
 
 def _fault_in_message(message: Any, layout: FormatInfo) -> str | None:
-    role, content = layout.role_key, layout.content_key
-    if not isinstance(message, dict) or not isinstance(message.get(role), str):
-        return f"is {_object_in_words(message, layout)}, not an object with '{role}' and '{content}'"
-    said = message.get(content)
+    role_key, content_key = layout.role_key, layout.content_key
+    if not isinstance(message, dict) or not isinstance(message.get(role_key), str):
+        return f"is {_object_in_words(message, layout)}, not an object with '{role_key}' and '{content_key}'"
+    role = message[role_key]
+    content = message.get(content_key)
     calls = message.get("tool_calls")
-    if not isinstance(said, str) and not _are_parts(said):
-        is_only_call = said is None and (calls or message.get("function_call"))
+    if not isinstance(content, str) and not _are_parts(content):
+        is_only_call = content is None and (calls or message.get("function_call"))
         if not is_only_call:
-            return f"has {_named(said, layout)} as '{content}', not text"
-    if is_call_role(message[role]) and not is_call(said):
-        return f"is a {message[role]}, and its '{content}' is no JSON object with 'name'"
-    if calls and (fault := _fault_in_calls(calls)):
-        return fault
+            return f"has {_named(content, layout)} as '{content_key}', not text"
+    if is_call_role(role) and not is_call(content):
+        return f"is a {role}, and its '{content_key}' is no JSON object with 'name'"
+    if calls:
+        fault = _fault_in_calls(calls)
+        if fault:
+            return fault
     if _MARK_NAMES.isdisjoint(message):
         return None
     for mark in MARKS:
@@ -211,8 +214,10 @@ def _fault_in_tokens(row: dict[str, Any], layout: FormatInfo) -> str | None:
             return f"column '{column}' is {_named(value, layout)} and no list of {what}"
         if len(value) != count:
             return f"column '{column}' has {len(value)} entries for {count} 'input_ids'"
-        if not is_mask and (fault := _fault_in_ids({*value}, layout, column)):
-            return fault
+        if not is_mask:
+            fault = _fault_in_ids({*value}, layout, column)
+            if fault:
+                return fault
     return None
 
 
@@ -230,7 +235,9 @@ def _fault_in_ids(ids: set[int], layout: FormatInfo, column: str) -> str | None:
 def _named(value: Any, layout: FormatInfo | None = None) -> str:
     """A value in words, by its type."""
     if value is None:
-        return "nothing (an empty cell)" if layout and layout.in_csv else "nothing (null)"
+        if layout and layout.in_csv:
+            return "nothing (an empty cell)"
+        return "nothing (null)"
     if value == []:
         return "an empty list"
     kinds = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}

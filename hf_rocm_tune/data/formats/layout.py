@@ -76,8 +76,10 @@ class FormatInfo:
     @property
     def splits(self) -> bool:
         """Whether the last message of a conversation is the answer, which TRL has in a column of its own."""
-        rejected, prompt = self.content.get("rejected"), self.content.get("prompt")
-        return rejected == REJECTED[0] or (prompt is not None and prompt == self.content.get("completion"))
+        prompt = self.content.get("prompt")
+        if self.content.get("rejected") == REJECTED[0]:
+            return True
+        return prompt is not None and prompt == self.content.get("completion")
 
     @property
     def texts(self) -> tuple[str, ...]:

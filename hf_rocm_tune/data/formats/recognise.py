@@ -66,6 +66,8 @@ def layout_of(
         UsageError: the columns fit no format of the method.
     """
     kind, content, dropped = recognise(columns, first, method, text_field, split)
+    if kind != "tokenized":
+        vocabulary = None
     messages: set[str] = set()
     more: list[str] = []
     if kind not in ("text", "tokenized"):
@@ -83,7 +85,7 @@ def layout_of(
         dropped=dropped,
         in_csv=in_csv,
         beside=tuple(_columns_beside(columns, kind, content, method, has_messages=bool(messages))),
-        vocabulary=vocabulary if kind == "tokenized" else None,
+        vocabulary=vocabulary,
         needs_assistant=needs_assistant,
         role_key=role_key,
         content_key=content_key,
@@ -94,18 +96,18 @@ def recognise(
     columns: list[str], first: dict[str, Any], method: Method, text_field: str, split: str
 ) -> tuple[Kind, dict[str, str], tuple[str, ...]]:
     """Kind, training columns by TRL's names, and dropped columns. TRL's own formats come first, in its order."""
-    found = None
+    format_of_method = None
     if method == "sft":
-        found = _supervised(columns, text_field)
+        format_of_method = _supervised(columns, text_field)
     elif method == "grpo":
-        found = _prompts(columns)
+        format_of_method = _prompts(columns)
     else:
-        found = _pairs(columns, first)
-        if found is None and method == "kto":
-            found = _labelled(columns)
-    if found is None:
+        format_of_method = _pairs(columns, first)
+        if format_of_method is None and method == "kto":
+            format_of_method = _labelled(columns)
+    if format_of_method is None:
         raise UsageError(_refusal(columns, first, method, text_field, split))
-    return found
+    return format_of_method
 
 
 def _supervised(columns: list[str], text_field: str) -> tuple[Kind, dict[str, str], tuple[str, ...]] | None:
@@ -114,11 +116,13 @@ def _supervised(columns: list[str], text_field: str) -> tuple[Kind, dict[str, st
     if "prompt" in columns and "completion" in columns:
         return "prompt_completion", {"prompt": "prompt", "completion": "completion"}, ()
     chat = _first_of(CHATS, columns)
-    if chat is not None:  # TRL would prefer a 'prompt' column
-        return "messages", {"messages": chat}, ("prompt",) if "prompt" in columns else ()
+    if chat is not None:
+        dropped = ("prompt",) if "prompt" in columns else ()  # TRL would prefer it
+        return "messages", {"messages": chat}, dropped
     if text_field in columns and "prompt" not in columns:
         return "text", {text_field: text_field}, ()
-    prompt, answer = _only(PROMPTS, columns), _only(ANSWERS, columns)
+    prompt = _only(PROMPTS, columns)
+    answer = _only(ANSWERS, columns)
     if prompt and answer:
         return "prompt_completion", {"prompt": prompt, "completion": answer}, ()
     return None
@@ -150,7 +154,9 @@ def _labelled(columns: list[str]) -> tuple[Kind, dict[str, str], tuple[str, ...]
     label = _first_of(("label", KTO_TAG), columns)
     if label is None:
         return None
-    chat, prompt, answer = _first_of(CHATS, columns), _only(PROMPTS, columns), _only(ANSWERS, columns)
+    chat = _first_of(CHATS, columns)
+    prompt = _only(PROMPTS, columns)
+    answer = _only(ANSWERS, columns)
     if prompt and answer:
         return "unpaired", {"prompt": prompt, "completion": answer, "label": label}, ()
     if chat and not prompt and not answer:
@@ -164,8 +170,10 @@ def _first_of(names: tuple[str, ...], columns: list[str]) -> str | None:
 
 def _only(names: tuple[str, ...], columns: list[str]) -> str | None:
     """The one of these names among the columns: TRL's own, else the only one."""
-    found = [name for name in names if name in columns]
-    return found[0] if names[0] in columns or len(found) == 1 else None
+    present = [name for name in names if name in columns]
+    if names[0] in columns or len(present) == 1:
+        return present[0]
+    return None
 
 
 def _columns_of_questions(
@@ -203,7 +211,8 @@ def _keys_of_messages(first: Mapping[str, Any], messages: Collection[str]) -> tu
     """The keys of a message that name its role and hold its text, by the first one of the first row."""
     message: Any = {}
     for column in messages:
-        if turns := turns_of(first[column]):
+        turns = turns_of(first[column])
+        if turns:
             message = turns[0]
             break
     if not isinstance(message, dict):
@@ -280,7 +289,7 @@ def _other_objects(columns: list[str], first: dict[str, Any]) -> str:
         inner = value[0] if isinstance(value, list) and value else None
         if not isinstance(inner, dict):
             continue
-        keys = [key for key, each in inner.items() if each is not None]
+        keys = [key for key, value in inner.items() if value is not None]
         if keys and "role" not in keys and "from" not in keys:
             named = ", ".join(map(repr, keys))
             return f"'{column}' holds objects with {named}: write them as messages with 'role' and 'content'"
@@ -310,7 +319,10 @@ def _answer_inside(columns: list[str], method: Method) -> str:
 
 def _other_names(columns: list[str], first: dict[str, Any], accepted: set[str]) -> str:
     """For columns whose names are near those that are needed."""
-    decided = {name for group in (PROMPTS, ANSWERS) if _only(group, columns) for name in group}
+    decided: set[str] = set()
+    for group in (PROMPTS, ANSWERS):
+        if _only(group, columns):
+            decided |= {*group}
     missing = sorted(accepted - {*columns} - decided)
     renamed = []
     name: str | None

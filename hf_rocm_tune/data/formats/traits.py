@@ -48,7 +48,8 @@ class RowTraits:
                 structure.append((column, bool(value)))
                 self._note_beside(column, value, number, layout)
             elif column == TEMPLATE_KWARGS:
-                structure.append(tuple((key, str(each)) for key, each in (value or {}).items() if each is not None))
+                given = value or {}
+                structure.append(tuple((key, str(option)) for key, option in given.items() if option is not None))
                 if value is None or None in value.values():
                     self.kinds.add("uneven kwargs")
             elif column == layout.label:
@@ -75,7 +76,8 @@ class RowTraits:
 
     def _structure(self, message: Mapping[str, Any], layout: FormatInfo) -> tuple[Any, ...]:
         """What a chat template can decide by: the role, keys that have a value, kinds of content, thinking."""
-        role, content = message[layout.role_key], message.get(layout.content_key)
+        role = message[layout.role_key]
+        content = message.get(layout.content_key)
         self.roles.add(role)
         keys = tuple(key for key, value in message.items() if value is not None and value != [])
         if is_call_role(role):
@@ -93,7 +95,8 @@ class RowTraits:
             return role, keys, bool(content.strip()), thinking
         if not isinstance(content, list) or not content:
             return role, keys, ()
-        self.kinds.add("text parts" if is_text(content) else "other parts")
+        kind = "text parts" if is_text(content) else "other parts"
+        self.kinds.add(kind)
         return role, keys, tuple(part.get("type") for part in content)
 
     # ---- what teaches nothing -------------------------------------------------------------------------------
@@ -133,17 +136,16 @@ class RowTraits:
             )
 
     def _add(self, what: str, number: int) -> None:
-        found = self.empty.setdefault(what, [number, 0])
-        found[1] += 1
+        entry = self.empty.setdefault(what, [number, 0])
+        entry[1] += 1
 
     def findings(self, layout: FormatInfo) -> tuple[RowFinding, ...]:
-        found = [RowFinding(what=what, rows=rows, first=first) for what, (first, rows) in self.empty.items()]
+        findings = [RowFinding(what=what, rows=rows, first=first) for what, (first, rows) in self.empty.items()]
         if layout.kind == "unpaired" and len(self._labels) == 1:
             word = "good" if self._labels == {True} else "bad"
-            found.append(
-                RowFinding(what=f"all answers have the label {word}; KTO compares both", rows=self.count, first=1)
-            )
-        return tuple(found)
+            what = f"all answers have the label {word}; KTO compares both"
+            findings.append(RowFinding(what=what, rows=self.count, first=1))
+        return tuple(findings)
 
 
 def _is_empty(message: Mapping[str, Any], layout: FormatInfo) -> bool:
