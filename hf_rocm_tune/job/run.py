@@ -48,7 +48,7 @@ from hf_rocm_tune.job.refusals import (
     reward_functions,
 )
 from hf_rocm_tune.lifecycle import exits, stall
-from hf_rocm_tune.lifecycle.heartbeat import Supervised, tell_begun
+from hf_rocm_tune.lifecycle.heartbeat import Supervised, report_begun
 from hf_rocm_tune.lifecycle.stall import StallGuard
 from hf_rocm_tune.lifecycle.watchdog import briefly
 from hf_rocm_tune.machine.process import check_world, several_machines
@@ -144,7 +144,7 @@ def run(argv: Sequence[str], *, method: Method = "sft") -> int:
     if arguments.training.world_size > 1:
         collective_s = arguments.training.ddp_timeout
     limit = arguments.ranks.stall_timeout
-    with stall.watched(limit, rendezvous=rendezvous, tell=_speak_of_stall, collective_s=collective_s) as guard:
+    with stall.watched(limit, rendezvous=rendezvous, report=_speak_of_stall, collective_s=collective_s) as guard:
         return _run(arguments, guard)
 
 
@@ -292,7 +292,7 @@ def _attempt(job: Job, *, may_roll_back: bool) -> str | None:
         resumed = None
         if job.plan.checkpoint is not None:
             resumed = job.plan.checkpoint.name
-        tell_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed)
+        report_begun(run_id=job.plan.run_id, output_dir=job.plan.directory, resumed_from=resumed)
     trainer.accelerator.wait_for_everyone()
     job.guard.watch(job.plan.directory, record=partial(report.write_incident, trainer, facts))
     tokenizer_base = None

@@ -71,10 +71,11 @@ def run_guarded(
     redaction.remember({name: value for name, value in environ.items() if not value.startswith("/")})
     redaction.remember_arguments(argv)
     group = RankGroup.of(environ)
-    for earlier in group.earlier() if group is not None else ():
-        if earlier.code in REFUSED_CODES:
-            return earlier.code  # its line has been printed
-    _tell_attempt(environ)
+    if group is not None:
+        for earlier in group.earlier():
+            if earlier.code in REFUSED_CODES:
+                return earlier.code  # its line has been printed
+    _mark_attempt(environ)
     try:
         code = main()
         if code == 0:
@@ -89,17 +90,13 @@ def run_guarded(
             raise
         if type(error).__module__.startswith("torch.distributed.elastic") and hasattr(error, "sigval"):
             return 128 + int(error.sigval)  # `SignalException`: in a notebook the agent's handler raises it
-        known = error if isinstance(error, TuneError) else None
-        if known is None:
-            known = failed_import(error)
-        if known is None and (said := device_shortage(error)) is not None:
-            known = OutOfMemoryError(f"{said}; {_OUT_OF_MEMORY_ADVICE}")
-        if known is None and (said := tokenizer_fault(error)) is not None:
-            known = UsageError(said)
+        known = _in_a_line(error)
         # The communication backends raise RuntimeError for a lost peer.
         from_a_peer = isinstance(error, RuntimeError) if known is None else known.follows
-        if from_a_peer and group is not None and (first := group.ending()) is not None:
-            return first.code  # only the lost connection to a rank that has reported its error
+        if from_a_peer and group is not None:
+            first = group.ending()
+            if first is not None:
+                return first.code  # only the lost connection to a rank that has reported its error
         if known is None:
             lines = "".join(traceback.format_exception(error))
             print(redaction.redact(lines), file=sys.stderr, end="", flush=True)
@@ -109,27 +106,45 @@ def run_guarded(
     return ended.exit_code
 
 
+def _in_a_line(error: BaseException) -> TuneError | None:
+    """What an exception is reported as in one line; None for a bug of ours."""
+    if isinstance(error, TuneError):
+        return error
+    known = failed_import(error)
+    if known is not None:
+        return known
+    shortage = device_shortage(error)
+    if shortage is not None:
+        return OutOfMemoryError(f"{shortage}; {_OUT_OF_MEMORY_ADVICE}")
+    fault = tokenizer_fault(error)
+    if fault is not None:
+        return UsageError(fault)
+    return None
+
+
 def complete(environ: Mapping[str, str] = os.environ) -> None:
     """The job's result is complete: a later signal does not interrupt it.
 
     The launcher reads this from the record, and the process ignores signals until its end.
     """
     _ignore_signals()
-    if (wanted := environ.get(EXIT_FILE_VARIABLE)) and number(environ, "RANK") == 0:
+    file = environ.get(EXIT_FILE_VARIABLE)
+    if file and number(environ, "RANK") == 0:
         with suppress(OSError):  # no room: the job is done all the same
-            _record(wanted, {"code": 0, "message": "done"}, environ)
+            _record(file, {"code": 0, "message": "done"}, environ)
 
 
 def _record(file: str, recorded: dict[str, object], environ: Mapping[str, str]) -> None:
-    write_text_atomic(Path(file), json.dumps(recorded | {"attempt": number(environ, _RESTARTS)}))
+    write_text_atomic(Path(file), json.dumps({**recorded, "attempt": number(environ, _RESTARTS)}))
 
 
-def _tell_attempt(environ: Mapping[str, str]) -> None:
+def _mark_attempt(environ: Mapping[str, str]) -> None:
     """Leave a file for `read_exit_record`: what an earlier attempt recorded is not how this one ends."""
-    attempt, wanted = number(environ, _RESTARTS), environ.get(EXIT_FILE_VARIABLE)
-    if attempt and wanted:
+    attempt = number(environ, _RESTARTS)
+    file = environ.get(EXIT_FILE_VARIABLE)
+    if attempt and file:
         with suppress(OSError):
-            Path(wanted).with_name(f"{_ATTEMPT}{attempt}").touch()
+            Path(file).with_name(f"{_ATTEMPT}{attempt}").touch()
 
 
 def read_exit_record(file: Path) -> dict[str, Any] | None:
@@ -137,7 +152,8 @@ def read_exit_record(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     recorded: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    last = max((int(each.name.removeprefix(_ATTEMPT)) for each in file.parent.glob(f"{_ATTEMPT}*")), default=0)
+    attempts = [int(mark.name.removeprefix(_ATTEMPT)) for mark in file.parent.glob(f"{_ATTEMPT}*")]
+    last = max(attempts, default=0)
     return None if recorded.pop("attempt", 0) < last else recorded
 
 
@@ -150,16 +166,21 @@ def _ignore_signals() -> None:
 def speak(error: TuneError, *, environ: Mapping[str, str] = os.environ) -> None:
     """Print and record an error as the exit of this process, unless another rank of its group has done so; the caller
     ends it."""
-    group, wanted, rank = RankGroup.of(environ), environ.get(EXIT_FILE_VARIABLE), number(environ, "RANK")
+    group = RankGroup.of(environ)
+    file = environ.get(EXIT_FILE_VARIABLE)
     if group is not None and not group.claim(Ending(error.exit_code, str(error))):
         return
-    if not (wanted and error.follows):
+    if not (file and error.follows):
+        rank = number(environ, "RANK")
+        who = f"[rank {rank}] " if rank else ""
         kind = "interrupted" if error.exit_code == INTERRUPTED else "error"
-        redaction.print_line(f"{PROGRAM}: {f'[rank {rank}] ' if rank else ''}{kind}: {error}", sys.stderr)
-    if wanted:
-        recorded = {"code": error.exit_code, "message": redaction.one_line(str(error))}
+        redaction.print_line(f"{PROGRAM}: {who}{kind}: {error}", sys.stderr)
+    if file:
+        recorded: dict[str, object] = {"code": error.exit_code, "message": redaction.one_line(str(error))}
+        if error.follows:
+            recorded["follows"] = True
         with suppress(OSError):  # no room: the line is printed, and the process ends with its code
-            _record(wanted, recorded | ({"follows": True} if error.follows else {}), environ)
+            _record(file, recorded, environ)
 
 
 @contextmanager
@@ -168,14 +189,15 @@ def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], 
     outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    before = {each: signal.signal(each, handler) for each in numbers if each != signal.SIGHUP or not ignored}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers = [number for number in numbers if number != signal.SIGHUP]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for each, earlier in before.items():
-            if signal.getsignal(each) is handler:  # not ignored since, see `complete` and `train.stall`
-                signal.signal(each, earlier)
+        for number, earlier in before.items():
+            if signal.getsignal(number) is handler:  # not ignored since, see `complete` and `train.stall`
+                signal.signal(number, earlier)
 
 
 @contextmanager
@@ -187,7 +209,8 @@ def sigterm_as_interrupt() -> Iterator[None]:
     """
     stock = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     _asked.clear()
-    with handling([each for each, handler in stock.items() if signal.getsignal(each) is handler], _interrupt):
+    untouched = [number for number, handler in stock.items() if signal.getsignal(number) is handler]
+    with handling(untouched, _interrupt):
         yield
 
 
@@ -277,8 +300,9 @@ class RankGroup:
 
     def earlier(self) -> list[Ending]:
         """What earlier attempts have recorded, the newest first."""
-        found = sorted(self._record.parent.glob(self._records), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        return [_read(path) for path in found if path != self._record]
+        records = [*self._record.parent.glob(self._records)]
+        records.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        return [_read(path) for path in records if path != self._record]
 
     def rendezvous(self) -> Path:
         """The path of a common directory of this attempt's ranks on this machine (not created)."""

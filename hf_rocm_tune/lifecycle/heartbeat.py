@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 VARIABLE = "HF_ROCM_TUNE_SUPERVISED"
 """Environment variable of every process of a supervised job: a `Supervised` as JSON."""
-PULSE_FILE, BEGUN_FILE, JOURNAL_FILE = "pulse", "begun.json", "survival.jsonl"
+PULSE_FILE = "pulse"
+BEGUN_FILE = "begun.json"
+JOURNAL_FILE = "survival.jsonl"
 _PULSE_BYTES = 64
 
 Phase = Literal["start", "step", "between", "evaluate", "save", "end", "publish"]
@@ -36,14 +38,16 @@ in an evaluation or a save after a step, in the final save, in an upload."""
 
 def phase_name(phase: Phase | None, step: int) -> str:
     """A phase, for people; ``step``: completed steps."""
-    return {
+    between = f"between steps {step} and {step + 1}" if step else "before step 1"
+    names = {
         "step": f"in step {step + 1}",
-        "between": f"between steps {step} and {step + 1}" if step else "before step 1",
+        "between": between,
         "evaluate": f"in the evaluation after step {step}",
         "save": f"in the checkpoint of step {step}",
         "end": "in the save of the result",
         "publish": "in the upload of the result",
-    }.get(str(phase), "before the first step")
+    }
+    return names.get(str(phase), "before the first step")
 
 
 class Supervised(NamedTuple):
@@ -57,10 +61,11 @@ class Supervised(NamedTuple):
 
     @classmethod
     def of(cls, environ: Mapping[str, str] = os.environ) -> Supervised | None:
-        """As this process was told; None without a supervisor, or if it no longer exists."""
+        """From this process's environment; None without a supervisor, or if it no longer exists."""
         with suppress(ValueError, TypeError):
-            found = cls(**json.loads(environ.get(VARIABLE, "")))
-            return found if Path(found.directory).is_dir() else None
+            supervised = cls(**json.loads(environ.get(VARIABLE, "")))
+            if Path(supervised.directory).is_dir():
+                return supervised
         return None
 
     def to_json(self) -> str:
@@ -85,14 +90,16 @@ class Pulse(NamedTuple):
 
 def touch_pulse() -> None:
     """Renew the last heartbeat's time stamp while the watchdog determines the cause of a stall."""
-    if (supervised := Supervised.of()) is not None:
+    supervised = Supervised.of()
+    if supervised is not None:
         with suppress(OSError):
             os.utime(Path(supervised.directory) / PULSE_FILE)
 
 
-def tell_begun(*, run_id: str, output_dir: Path, resumed_from: str | None) -> None:
-    """Tell the supervisor, if there is one, which run this is."""
-    if (supervised := Supervised.of()) is not None:
+def report_begun(*, run_id: str, output_dir: Path, resumed_from: str | None) -> None:
+    """Let the supervisor know, if there is one, which run this is."""
+    supervised = Supervised.of()
+    if supervised is not None:
         begun = Begun(run_id, str(output_dir.absolute()), resumed_from)
         write_text_atomic(Path(supervised.directory) / BEGUN_FILE, json.dumps(begun._asdict()))
 
@@ -103,7 +110,8 @@ class Heartbeat:
     def __init__(self, environ: Mapping[str, str] = os.environ, listener: Callable[..., None] | None = None) -> None:
         self._listener = listener
         self._file: int | None = None
-        if (supervised := Supervised.of(environ)) is not None and environ.get("LOCAL_RANK", "0") == "0":
+        supervised = Supervised.of(environ)
+        if supervised is not None and environ.get("LOCAL_RANK", "0") == "0":
             file = Path(supervised.directory) / PULSE_FILE
             self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -119,7 +127,8 @@ def read_pulse(directory: Path) -> Pulse | None:
     """The last heartbeat; None before the first."""
     with suppress(OSError, ValueError):
         file = directory / PULSE_FILE
-        stamp, (step, phase) = file.stat().st_mtime_ns, file.read_text(encoding="ascii").split()
+        stamp = file.stat().st_mtime_ns
+        step, phase = file.read_text(encoding="ascii").split()
         if phase in get_args(Phase):
             return Pulse(int(step), phase, stamp)  # type: ignore[arg-type]  # it is one of them
     return None
@@ -166,24 +175,30 @@ def enter(directory: Path, entry: Mapping[str, Any]) -> None:
 
 def journal_of(directory: Path, run_id: str) -> list[dict[str, Any]]:
     """The entries of one run, oldest first; none without a journal."""
-    found = []
+    entries = []
     with suppress(OSError):
         for line in read_bytes(directory / JOURNAL_FILE).decode("utf-8", "replace").splitlines():
             with suppress(ValueError):
                 entry = parse_json(line)
                 if isinstance(entry, dict) and entry.get("run_id") == run_id:
-                    found.append(entry)
-    return found
+                    entries.append(entry)
+    return entries
 
 
 def survival(directory: Path, run_id: str, *, skipped_steps: list[int], crash_injection: str | None) -> dict[str, Any]:
     """The report's section ``survival``: starts and ends of this run as recorded by the supervisor."""
     entries = journal_of(directory, run_id)
     keys = ("time", "how", "code", "phase", "step", "message", "evidence", "decision")
-    ends = [{key: each[key] for key in keys if key in each} for each in entries if each.get("event") == "end"]
+    starts = 0
+    ends = []
+    for entry in entries:
+        if entry.get("event") == "start":
+            starts += 1
+        elif entry.get("event") == "end":
+            ends.append({key: entry[key] for key in keys if key in entry})
     return {
         "supervised": Supervised.of() is not None,
-        "starts": sum(entry.get("event") == "start" for entry in entries),
+        "starts": starts,
         "ends": ends,
         "skipped_steps": skipped_steps,
         "crash_injection": crash_injection,

@@ -45,7 +45,7 @@ from hf_rocm_tune.survive.atomic import write_text_atomic
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _CHOICE = {(False, False): "cpu", (False, True): "cpu_dual", (True, False): "single_rx7900xt"}  # GPU, several
-_ENDED_BY_REQUEST = frozenset(code for number in ENDING_SIGNALS for code in (-number, 128 + number))
+_ENDED_BY_REQUEST = frozenset({*(-number for number in ENDING_SIGNALS), *(128 + number for number in ENDING_SIGNALS)})
 
 
 class CommandLine(NamedTuple):
@@ -64,9 +64,14 @@ def split(argv: Sequence[str]) -> CommandLine:
     arguments = iter(rest)
     for argument in arguments:
         takes_value = launcher_flags().get(bare(argument)) if argument.startswith("--") else None
-        (job if takes_value is None else launcher).append(argument)
+        if takes_value is None:
+            job.append(argument)
+            continue
+        launcher.append(argument)
         if takes_value and "=" not in argument:
-            launcher += [value for value in [next(arguments, None)] if value is not None]
+            value = next(arguments, None)
+            if value is not None:
+                launcher.append(value)
     return CommandLine(accelerate_config, launcher, job)
 
 
@@ -91,7 +96,8 @@ def launch(
         UsageError: the launcher refuses its flags, or its configuration cannot be used.
         StallError: the processes could not meet.
     """
-    if quiet := "quiet" in _given(extra):
+    quiet = "quiet" in _given(extra)
+    if quiet:
         os.environ["HF_ROCM_TUNE_QUIET"] = "1"
     torch_build.check_torch()  # accelerate's launcher imports it
     flags = _config_flags(accelerate_config, extra, quiet=quiet or _prints_a_document(argv))
@@ -117,10 +123,13 @@ def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool = Fal
     _quieten()
     arguments.quiet = False  # accelerate would hide how the job ended; its own traceback is never shown
     arguments.signals_to_handle = "SIGQUIT"  # read by torch's agent; accelerate has no flag for it
-    above, status, rank = os.environ.get(EXIT_FILE_VARIABLE), 1, None
+    above = os.environ.get(EXIT_FILE_VARIABLE)
+    status = 1
+    rank = None
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as directory:
         variables = _rendezvous(arguments, _given(argv), Path(directory))
-        record, asked = Path(directory) / "exit.json", Path(directory) / ASKED_FILE
+        record = Path(directory) / "exit.json"
+        asked = Path(directory) / ASKED_FILE
         try:
             with environment({**variables, EXIT_FILE_VARIABLE: str(record)}), _passing_on(asked):
                 status, rank = _run(arguments)
@@ -133,7 +142,9 @@ def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool = Fal
         recorded = read_exit_record(record)
         ended_by_request = asked.exists() and status in _ENDED_BY_REQUEST
     if recorded is not None and recorded["code"] == 0:
-        status, recorded = 0 if ended_by_request else status, None
+        recorded = None
+        if ended_by_request:
+            status = 0
     if status == 0:
         complete()
         return 0
@@ -144,7 +155,9 @@ def _launch(arguments: Any, argv: Sequence[str], *, passes_exit_code: bool = Fal
     if recorded is None or (follows and status != recorded["code"]):
         if passes_exit_code and status > 0:
             return status
-        who = "the training process" + ("" if rank is None else f" of rank {rank}")
+        who = "the training process"
+        if rank is not None:
+            who += f" of rank {rank}"
         return _unrecorded(status, who, arguments.training_script_args)
     if follows:  # and nobody here knows what it follows from
         print_line(f"{PROGRAM}: error: {recorded['message']}", sys.stderr)
@@ -193,15 +206,18 @@ def _rendezvous(arguments: Any, given: Collection[str], directory: Path) -> dict
     that lives over several, a new try meets the addresses of the last (pytorch#135712).
     """
     file = _content(arguments.config_file)
-    machines, processes = (
-        getattr(arguments, name) or file.get(name) or 1 for name in ("num_machines", "num_processes")
-    )
+    machines = arguments.num_machines or file.get("num_machines") or 1
+    processes = arguments.num_processes or file.get("num_processes") or 1
     if machines > 1 or processes < 2 or "rdzv_backend" in given:
         return {}
-    arguments.rdzv_backend, arguments.rdzv_conf = "c10d", "store_type=file"
+    arguments.rdzv_backend = "c10d"
+    arguments.rdzv_conf = "store_type=file"
     arguments.rdzv_endpoint = str(directory / "rendezvous")
-    arguments.local_addr, arguments.main_process_port = "127.0.0.1", 0
-    return {} if _OWN_STORE in os.environ else {_OWN_STORE: "1"}
+    arguments.local_addr = "127.0.0.1"
+    arguments.main_process_port = 0
+    if _OWN_STORE in os.environ:
+        return {}
+    return {_OWN_STORE: "1"}
 
 
 def _content(file: str | None) -> dict[str, Any]:
@@ -209,12 +225,12 @@ def _content(file: str | None) -> dict[str, Any]:
     from accelerate.commands.config.config_args import default_config_file
 
     try:
-        found = parse_yaml(read_text(Path(file or default_config_file)))
+        content = parse_yaml(read_text(Path(file or default_config_file)))
     except (OSError, ValueError, yaml.YAMLError) as error:
         if file:
             raise UsageError(f"accelerate config {file} cannot be read: {error}") from error
-        found = None
-    return found if isinstance(found, dict) else {}
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _quieten() -> None:
@@ -222,8 +238,9 @@ def _quieten() -> None:
     import torch.distributed.run  # noqa: F401 - makes the loggers
 
     # torch gives each of its loggers a level of its own, so that the parent's counts for nothing.
-    for name in [each for each in logging.root.manager.loggerDict if each.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)  # of a flag that accelerate gives it
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
 
@@ -246,15 +263,15 @@ def _unrecorded(status: int, who: str, argv: Sequence[str]) -> int:
 
 def _cut_off(argv: Sequence[str]) -> list[str]:
     """Model files in directories that a command names which are shorter than their headers say."""
-    found = []
+    cut_off = []
     named = (Path(argument.rpartition("=")[2] or os.devnull) for argument in argv)
     for directory in filter(os.path.isdir, named):
         for file in sorted(directory.glob("*.safetensors")):
             with suppress(OSError, ValueError):
                 ends = [entry.end for entry in read_header(file)]
                 if file.stat().st_size < max(ends, default=0):
-                    found.append(f"{file} is cut off")
-    return found
+                    cut_off.append(f"{file} is cut off")
+    return cut_off
 
 
 def _prints_a_document(argv: Sequence[str]) -> bool:
@@ -272,13 +289,14 @@ def _config_flags(accelerate_config: str | None, extra: Sequence[str], *, quiet:
         flags = _parse_launcher_flags([*extra, "-m", "job"])
         several = "multi_gpu" in given or (flags.num_processes or 1) > 1
         gpu = process.has_accelerator()
-        accelerate_config = (
-            "multi_node" if (flags.num_machines or 1) > 1 else _CHOICE.get((gpu, several), "dual_rx7900xt")
-        )
+        if (flags.num_machines or 1) > 1:
+            accelerate_config = "multi_node"
+        else:
+            accelerate_config = _CHOICE.get((gpu, several), "dual_rx7900xt")
         if not quiet:
             # A YAML comment on stdout: `--print_config > recipe.yaml` stays a recipe, and stderr is for errors only.
-            found = "a GPU is visible" if gpu else "no GPU is visible"
-            print_line(f"# {PROGRAM}: accelerate config {accelerate_config} ({found}; {CONFIG_FLAG} chooses another)")
+            reason = "a GPU is visible" if gpu else "no GPU is visible"
+            print_line(f"# {PROGRAM}: accelerate config {accelerate_config} ({reason}; {CONFIG_FLAG} chooses another)")
     path = Path(accelerate_config) if os.path.isfile(accelerate_config) else configs.path(accelerate_config)
     return ["--config_file", str(path)]
 

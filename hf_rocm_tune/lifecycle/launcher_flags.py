@@ -22,7 +22,9 @@ def bare(argument: str) -> str:
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     """Remove ``FLAG VALUE`` or ``FLAG=VALUE`` from a command line."""
-    value, rest, arguments = None, [], iter(argv)
+    value = None
+    rest = []
+    arguments = iter(argv)
     for argument in arguments:
         if argument == flag:
             value = next(arguments, "")
@@ -38,8 +40,12 @@ def take_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
 @functools.cache
 def launcher_flags() -> dict[str, bool]:
     """The flags that only the launcher reads: name without dashes, and whether a value follows."""
-    found: dict[str, bool] = {}
-    for call in source_of("accelerate.commands.launch").partition("    return parser")[0].split("add_argument(")[1:]:
-        valued = re.search(r'action="(store_|help)', call) is None
-        found |= dict.fromkeys(map(bare, re.findall(r'^\s*"(--\S+)"', call, re.MULTILINE)), valued)
-    return {name: valued for name, valued in found.items() if name not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS}
+    flags: dict[str, bool] = {}
+    parser = source_of("accelerate.commands.launch").partition("    return parser")[0]
+    for call in parser.split("add_argument(")[1:]:
+        takes_value = re.search(r'action="(store_|help)', call) is None
+        for flag in re.findall(r'^\s*"(--\S+)"', call, re.MULTILINE):
+            name = bare(flag)
+            if name not in SHARED_WITH_THE_JOB | _NOT_FOR_USERS:
+                flags[name] = takes_value
+    return flags

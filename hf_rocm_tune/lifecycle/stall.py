@@ -69,18 +69,24 @@ class StallGuard(Watchdog):
         supervisor: Supervised | None,
         *,
         rank_status: RankStatus | None = None,
-        tell: Callable[[TuneError], None] = print,
+        report: Callable[[TuneError], None] = print,
         collective_s: float | None = None,
     ) -> None:
         seconds = parse(setting)
         self.off = seconds == 0
-        self._floor_s, self._factor = (_FLOOR_SECONDS, _FACTOR) if seconds is None else (seconds, 0.0)
-        self._start_s, most = _START * self._floor_s, _BEFORE_OTHERS * (collective_s or float("inf"))
+        self._floor_s = _FLOOR_SECONDS
+        self._factor = _FACTOR
+        if seconds is not None:
+            self._floor_s = seconds
+            self._factor = 0.0
+        self._start_s = _START * self._floor_s
+        most = _BEFORE_OTHERS * (collective_s or float("inf"))
         if supervisor is not None:
             most = min(most, _BEFORE_OTHERS * supervisor.stall_seconds or most)
             self._start_s = min(self._start_s, _BEFORE_OTHERS * supervisor.start_seconds or self._start_s)
         super().__init__(rank_status, tick_s=min(max(min(self._floor_s, most) / 20, 0.05), 1.0))
-        self._most_s, self._tell = most, tell
+        self._most_s = most
+        self._report_error = report
         self._steps: deque[float] = deque(maxlen=_MEASURED)
         self._run: _Run | None = None
         self._phase: Phase = "start"
@@ -97,8 +103,11 @@ class StallGuard(Watchdog):
         now = time.monotonic()
         if self._phase == "step":
             self._steps.append(now - self._since)
-        self._since, self._step, self._phase = now, step, phase
-        self.limit_s, self.where = self._limit_s(), phase_name(phase, step)
+        self._since = now
+        self._step = step
+        self._phase = phase
+        self.limit_s = self._limit_s()
+        self.where = phase_name(phase, step)
         self.beats += 1
 
     def _limit_s(self) -> float | None:
@@ -124,12 +133,13 @@ class StallGuard(Watchdog):
             f"no progress for {silent_s:.0f} s {self.where}: {cause}; stack traces and states of all ranks were "
             f"written to {text}. {_INTACT}"
         )
-        briefly(lambda: self._tell(error), 5.0)
+        briefly(lambda: self._report_error(error), 5.0)
 
     def _report(self, cause: str, silent_s: float) -> None:
         if self._run is None:
             return
-        where = {"step": self._step + (self._phase == "step"), "stage": "progress", "tensor": "", "kind": "stall"}
+        step = self._step + 1 if self._phase == "step" else self._step
+        where = {"step": step, "stage": "progress", "tensor": "", "kind": "stall"}
         self._run.record({**where, "cause": cause, "silent_seconds": silent_s, "outcome": "stopped"})
 
 
@@ -138,13 +148,14 @@ def watched(
     setting: str,
     *,
     rendezvous: Path | None,
-    tell: Callable[[TuneError], None],
+    report: Callable[[TuneError], None],
     collective_s: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[StallGuard]:
     """Run the watchdog within the block, and report a lost connection to another rank in one line."""
     rank_status = RankStatus(rendezvous, rank=int(environ.get("RANK", "0"))) if rendezvous is not None else None
-    guard = StallGuard(setting, Supervised.of(environ), rank_status=rank_status, tell=tell, collective_s=collective_s)
+    supervisor = Supervised.of(environ)
+    guard = StallGuard(setting, supervisor, rank_status=rank_status, report=report, collective_s=collective_s)
     if not guard.off:
         guard.start()
     try:
@@ -175,7 +186,7 @@ def _lost_peer(guard: StallGuard) -> PeerLostError:
     time.sleep(0.5)  # a connection breaks before its process has ended
     gone = ""
     if guard.rank_status is not None:
-        gone = ", ".join(each.name for each in guard.rank_status.others() if not each.alive)
+        gone = ", ".join(rank.name for rank in guard.rank_status.others() if not rank.alive)
     cause = "another rank has ended, or did not join a collective within --ddp_timeout: see its own message"
     if gone:
         cause = f"{gone} ended without a message: killed (see `dmesg` for lack of memory), or crashed"

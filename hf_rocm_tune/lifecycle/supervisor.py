@@ -37,10 +37,13 @@ from hf_rocm_tune.survive.run_directory import list_checkpoints, read_record, sk
 
 ENTRIES = frozenset(get_args(Method))
 """Training modules of this package, which are also verbs."""
-DEATHS_TO_SKIP, DEATHS_TO_STOP, EXCEPTIONS_TO_STOP = 2, 4, 2
+DEATHS_TO_SKIP = 2
+DEATHS_TO_STOP = 4
+EXCEPTIONS_TO_STOP = 2
 
 _PACKAGE = "hf_rocm_tune"
-_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.2, 1.0
+_POLL_SECONDS = 0.2
+_LONGEST_POLL_SECONDS = 1.0
 _KILL_SECONDS = 30.0
 """How long SIGKILL may take: the kernel first releases the process's resources."""
 _LONGEST_WAIT_SECONDS = 300.0
@@ -70,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
     """``hf-rocm-tune run``."""
     what = "supervise a training command: after a crash or a stall it goes on from its newest checkpoint"
     parser = CommandParser(prog=f"{PROGRAM} run", description=what, usage="%(prog)s [flags] -- COMMAND ...")
-    for each in fields(Limits):
-        kind = checked(type(each.default), lambda value: value >= 0, "0 or more")
-        parser.add_argument(f"--{each.name}", type=kind, default=each.default, help=each.metadata["help"])
+    for limit in fields(Limits):
+        kind = checked(type(limit.default), lambda value: value >= 0, "0 or more")
+        parser.add_argument(f"--{limit.name}", type=kind, default=limit.default, help=limit.metadata["help"])
     split = list(argv).index("--") if "--" in argv else len(argv)
     wanted, stray = parser.parse_known_args(argv[:split])
     if stray or split == len(argv):
@@ -93,11 +96,12 @@ def to_start(words: Sequence[str]) -> list[str]:
 
     accelerate's launcher of a single process does not forward signals and dies before its job, so ours wraps it.
     """
-    program, rest = os.path.basename(words[0]) if words else "", list(words[1:])
-    modules = [module for flag, module in pairwise(words) if flag in ("-m", "--module")]
+    program = os.path.basename(words[0]) if words else ""
+    rest = list(words[1:])
+    modules = {module for flag, module in pairwise(words) if flag in ("-m", "--module")}
     if program == PROGRAM and rest[:1] and rest[0] in ENTRIES:
         return [sys.executable, "-m", _PACKAGE, *rest]
-    if any(module.partition(".")[::2] in {(_PACKAGE, entry) for entry in ENTRIES} for module in modules):
+    if not modules.isdisjoint(f"{_PACKAGE}.{entry}" for entry in ENTRIES):
         if program == "accelerate" and rest[:1] == ["launch"]:
             return [sys.executable, "-m", f"{_PACKAGE}.lifecycle.launch", *rest[1:]]
         if program == "torchrun" or program.startswith("python"):
@@ -127,7 +131,9 @@ class Death:
         """The current optimizer step, or the last one, whose kernels may still have been running."""
         if self.phase == "step":
             return self.step + 1
-        return self.step if self.phase == "between" and self.step != self.resumed_at else None
+        if self.phase == "between" and self.step != self.resumed_at:
+            return self.step
+        return None
 
     @property
     def where(self) -> str:
@@ -152,7 +158,8 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Limits) 
     first step: stop; the fourth death at the same place, or more restarts without a new checkpoint than allowed: stop;
     the second death at the same step: skip that step from now on. Only deaths since the newest checkpoint count.
     """
-    last, where = deaths[-1], deaths[-1].where
+    last = deaths[-1]
+    where = last.where
     if last.phase == "publish":
         return RestartDecision("the result is complete on disk, only its upload failed")
     recent = [death for death in deaths if death.checkpoint == last.checkpoint]
@@ -161,7 +168,10 @@ def decide(deaths: Sequence[Death], skipped: Collection[int], settings: Limits) 
     # After running out of memory the next attempt divides the step.
     suspect = None if last.code == OutOfMemoryError.exit_code else last.in_step
     if here >= DEATHS_TO_STOP or raised >= EXCEPTIONS_TO_STOP:
-        return RestartDecision(f"died {here} times {where}{', although it is skipped' * (suspect in skipped)}")
+        reason = f"died {here} times {where}"
+        if suspect in skipped:
+            reason += ", although it is skipped"
+        return RestartDecision(reason)
     if len(recent) > settings.max_restarts:
         return RestartDecision(f"{settings.max_restarts} restarts without a new checkpoint")
     wait = min(settings.backoff_seconds * 2 ** (len(recent) - 1), _LONGEST_WAIT_SECONDS)
@@ -189,24 +199,28 @@ def end_all(process: Popen[bytes], mark: str, grace_seconds: float) -> list[int]
     process.terminate()
     with suppress(TimeoutExpired):
         process.wait(grace_seconds)
-    for each in (left := _marked(mark)):
+    left = _marked(mark)
+    for survivor in left:
         with suppress(psutil.Error):
-            each.kill()
+            survivor.kill()
     deadline = time.monotonic() + _KILL_SECONDS
-    while (left := _marked(mark) if left else []) and time.monotonic() < deadline:
+    while left:
+        left = _marked(mark)
+        if not left or time.monotonic() >= deadline:
+            break
         time.sleep(0.05)
     with suppress(TimeoutExpired):
         process.wait(0 if left else _KILL_SECONDS)  # one that is about to end has no mark any more
-    return [each.pid for each in left]
+    return [survivor.pid for survivor in left]
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    found = []
+    marked = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(heartbeat.VARIABLE) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                marked.append(process)
+    return marked
 
 
 class PulseWatch:
@@ -216,26 +230,35 @@ class PulseWatch:
     """
 
     def __init__(self, directory: Path, settings: Limits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory, self._settings, self._clock = directory, settings, clock
+        self._directory = directory
+        self._settings = settings
+        self._clock = clock
         for name in (heartbeat.PULSE_FILE, heartbeat.BEGUN_FILE):
             (directory / name).unlink(missing_ok=True)
         self.begun: Begun | None = None
         self.pulse: Pulse | None = None
-        self._silent, self._polled = 0.0, clock()
+        self._silent = 0.0
+        self._polled = clock()
 
     def poll(self) -> None:
         self.begun = self.begun or heartbeat.read_begun(self._directory)
-        passed, self._polled = self._clock() - self._polled, self._clock()
+        passed = self._clock() - self._polled
+        self._polled = self._clock()
         self._silent += min(passed, _LONGEST_POLL_SECONDS)
-        if (pulse := heartbeat.read_pulse(self._directory)) not in (None, self.pulse):
-            self.pulse, self._silent = pulse, 0.0
+        pulse = heartbeat.read_pulse(self._directory)
+        if pulse not in (None, self.pulse):
+            self.pulse = pulse
+            self._silent = 0.0
 
     def silence(self) -> float | None:
         """Seconds without a heartbeat if above the limit; else None."""
         phase = self.pulse.phase if self.pulse is not None else "start"
+        if phase == "publish":  # an upload has no heartbeats
+            return None
         limit = self._settings.start_seconds if phase == "start" else self._settings.stall_seconds
-        # An upload has no heartbeats.
-        return self._silent if limit and self._silent > limit and phase != "publish" else None
+        if limit and self._silent > limit:
+            return self._silent
+        return None
 
 
 # ---- all attempts ---------------------------------------------------------------------------------------------
@@ -251,7 +274,10 @@ class _End(NamedTuple):
 
 class _Supervision:
     def __init__(self, argv: list[str], settings: Limits, directory: Path, asked: list[int]) -> None:
-        self._argv, self._settings, self._directory, self._asked = argv, settings, directory, asked
+        self._argv = argv
+        self._settings = settings
+        self._directory = directory
+        self._asked = asked
         self._begun: Begun | None = None  # the last attempt that has
         self._deaths: list[Death] = []
 
@@ -262,24 +288,18 @@ class _Supervision:
             end = self._see_through(watch)
             is_death = not self._asked and end.code not in {0, INTERRUPTED, *FINAL_CODES}
             decision = self._decide(end.code, watch.pulse) if is_death else None
-            self._enter(
-                "end",
-                how=end.how,
-                code=end.code,
-                message=end.message,
-                step=watch.pulse.step if watch.pulse else None,
-                phase=watch.pulse.phase if watch.pulse else "start",
-                decision=f"{'restart' if decision.restart else 'stop'}: {decision.reason}" if decision else None,
-                skipped_step=decision.skip if decision else None,
-            )
+            self._enter_end(end, watch.pulse, decision)
             if decision is None:
                 if end.code in FINAL_CODES:
                     _say(f"not restarted: {end.how} is final")
-                return INTERRUPTED if self._asked and end.code not in {0, *FINAL_CODES} else end.code
-            newest, begun = self._deaths[-1].checkpoint, self._begun
+                elif self._asked and end.code != 0:
+                    return INTERRUPTED
+                return end.code
+            newest = self._deaths[-1].checkpoint
+            begun = self._begun
             if not decision.restart:
-                where = f"; see {Path(begun.output_dir) / heartbeat.JOURNAL_FILE}" if begun else ""
                 kept = f"checkpoint-{newest} is intact" if newest else "no checkpoint was written"
+                where = f"; see {Path(begun.output_dir) / heartbeat.JOURNAL_FILE}" if begun else ""
                 _complain(f"run: stopped: {end.how}, {decision.reason}; {kept}{where}")
                 return end.code
             if decision.skip is not None and begun is not None:
@@ -295,11 +315,14 @@ class _Supervision:
 
     def _see_through(self, watch: PulseWatch) -> _End:
         """Start the job and wait for its end, or end it where it stalls or the user insists."""
-        record, limits, stalled, passed_on = self._directory / "exit.json", self._settings, None, 0
+        record = self._directory / "exit.json"
+        limits = self._settings
+        stalled = None
+        passed_on = 0
         record.unlink(missing_ok=True)
         before = self._begun.run_id if self._begun else None
-        told = Supervised(str(self._directory), limits.start_seconds, limits.stall_seconds, before).to_json()
-        process = start(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, told)
+        mark = Supervised(str(self._directory), limits.start_seconds, limits.stall_seconds, before).to_json()
+        process = start(self._argv, {**_AGENT_TIMEOUT, **os.environ, EXIT_FILE_VARIABLE: str(record)}, mark)
         while process.poll() is None and stalled is None and passed_on <= 2:
             time.sleep(_POLL_SECONDS)
             self._poll(watch)
@@ -307,14 +330,18 @@ class _Supervision:
                 passed_on += 1
                 if passed_on <= 2:
                     process.send_signal(self._asked[passed_on - 1])
-            elif (stalled := watch.silence()) is not None:
-                _say(f"no heartbeat for {stalled:.0f} s: ending the job")
-        # All processes of this attempt, which would hold the card's memory and the output directory.
-        grace_seconds = limits.grace_seconds if stalled is not None else 0.0
-        if process.poll() not in (0, INTERRUPTED) and (survivors := end_all(process, told, grace_seconds)):
-            what = f"processes {survivors} of the job survive SIGKILL, so they hang in the driver"
-            self._enter("end", how=what, code=StallError.exit_code)
-            raise StallError(f"{what} and hold the GPU: restart the machine, then repeat the command")
+            else:
+                stalled = watch.silence()
+                if stalled is not None:
+                    _say(f"no heartbeat for {stalled:.0f} s: ending the job")
+        if process.poll() not in (0, INTERRUPTED):
+            # All processes of this attempt, which would hold the card's memory and the output directory.
+            grace_seconds = limits.grace_seconds if stalled is not None else 0.0
+            survivors = end_all(process, mark, grace_seconds)
+            if survivors:
+                what = f"processes {survivors} of the job survive SIGKILL, so they hang in the driver"
+                self._enter("end", how=what, code=StallError.exit_code)
+                raise StallError(f"{what} and hold the GPU: restart the machine, then repeat the command")
         self._poll(watch)
         if stalled is not None:
             return _End(StallError.exit_code, f"no heartbeat for {stalled:.0f} s")
@@ -323,29 +350,44 @@ class _Supervision:
     def _poll(self, watch: PulseWatch) -> None:
         known = watch.begun
         watch.poll()
-        if (begun := watch.begun) is not None and known is None:
+        begun = watch.begun
+        if begun is not None and known is None:
             self._begun = begun
             self._enter("start", start=len(self._deaths) + 1, resumed_from=begun.resumed_from or "the start")
+
+    def _enter_end(self, end: _End, pulse: Pulse | None, decision: RestartDecision | None) -> None:
+        """Add to the journal how an attempt has ended, and what is done next."""
+        details: dict[str, Any] = {"how": end.how, "code": end.code, "message": end.message}
+        if pulse is None:
+            details["phase"] = "start"
+        else:
+            details["step"] = pulse.step
+            details["phase"] = pulse.phase
+        if decision is not None:
+            action = "restart" if decision.restart else "stop"
+            details["decision"] = f"{action}: {decision.reason}"
+            details["skipped_step"] = decision.skip
+        self._enter("end", **details)
 
     def _enter(self, event: str, **details: Any) -> None:
         """Add to the journal what is not None, once the run has begun: a refused job is in another run's directory."""
         if self._begun is None:
             return
-        told = {key: value for key, value in details.items() if value is not None}
+        known = {key: value for key, value in details.items() if value is not None}
         now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            entry = {"run_id": self._begun.run_id, "time": now, "event": event, **told}
+            entry = {"run_id": self._begun.run_id, "time": now, "event": event, **known}
             heartbeat.enter(Path(self._begun.output_dir), entry)
         except OSError as error:
             _say(f"{heartbeat.JOURNAL_FILE} could not be written: {error.strerror}")
 
     def _ending(self, status: int, record: Path) -> _End:
         with suppress(OSError, ValueError, KeyError):
-            told = json.loads(record.read_text(encoding="utf-8"))
-            if told.get("follows"):  # a rank without our launcher lost its peer, which was not printed yet
-                _complain(str(told["message"]))
-            if int(told["code"]) != 0 or status == 0 or self._asked:  # else it died after success
-                return _End(int(told["code"]), f"exit code {told['code']}", str(told["message"]))
+            recorded = json.loads(record.read_text(encoding="utf-8"))
+            if recorded.get("follows"):  # a rank without our launcher lost its peer, which was not printed yet
+                _complain(str(recorded["message"]))
+            if int(recorded["code"]) != 0 or status == 0 or self._asked:  # else it died after success
+                return _End(int(recorded["code"]), f"exit code {recorded['code']}", str(recorded["message"]))
         number = -status if status < 0 else status - 128
         if number in set(signal.Signals) and status != INTERRUPTED:
             return _End(128 + number, f"ended by {signal.Signals(number).name}")
@@ -353,14 +395,21 @@ class _Supervision:
 
     def _decide(self, code: int, pulse: Pulse | None) -> RestartDecision:
         skipped: Collection[int] = ()
-        newest, resumed_from = 0, ""
-        if (begun := self._begun) is not None:
-            record, resumed_from = read_record(Path(begun.output_dir)), begun.resumed_from or ""
-            skipped = record.skipped_steps if record else ()
-            for saved, path in list_checkpoints(Path(begun.output_dir)):
-                newest = saved if manifest.run_of(path) == begun.run_id else newest
-        at, (step, phase, _) = resumed_from.rpartition("-")[2], pulse or (0, None, 0)
-        resumed_at = int(at) if at.isdecimal() else 0
+        newest = 0
+        resumed_at = 0
+        begun = self._begun
+        if begun is not None:
+            directory = Path(begun.output_dir)
+            record = read_record(directory)
+            if record:
+                skipped = record.skipped_steps
+            for saved, path in list_checkpoints(directory):
+                if manifest.run_of(path) == begun.run_id:
+                    newest = saved
+            number = (begun.resumed_from or "").rpartition("-")[2]  # of ``checkpoint-N``
+            if number.isdecimal():
+                resumed_at = int(number)
+        step, phase, _ = pulse or (0, None, 0)
         self._deaths.append(Death(code=code, phase=phase, step=step, resumed_at=resumed_at, checkpoint=newest))
         return decide(self._deaths, skipped, self._settings)
 

@@ -51,11 +51,11 @@ from hf_rocm_tune.models.incomplete import describe
 from hf_rocm_tune.models.loading import (
     LoadReport,
     leaving_layers,
-    note_files,
-    note_on_host,
     packed_experts,
+    record_file_digests,
+    record_host_tensors,
 )
-from hf_rocm_tune.models.placement import note_computed, place
+from hf_rocm_tune.models.placement import mark_computed_in_load, place
 from hf_rocm_tune.models.quantised import (
     checkpoint_bits,
     has_mxfp4,
@@ -64,7 +64,7 @@ from hf_rocm_tune.models.quantised import (
     require_quantised,
     require_right_on_cpu,
 )
-from hf_rocm_tune.models.split import device_map, tell_of_devices, without_dispatch
+from hf_rocm_tune.models.split import device_map, set_device_map, without_dispatch
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import Streamer
 from hf_rocm_tune.paths import HUB_FIX, answers, expand_user, is_local_model, require_model
@@ -197,24 +197,24 @@ def load_model(
     arguments = _load_arguments(source, mover, config, on_host=on_host, streamed=streamed)
 
     with _errors_in_a_line(source, config):
-        model, loading_info = _read_weights(source, mover, config, arguments, on_host=on_host, streamed=streamed)
+        model, loading_info = _load_verified(source, mover, config, arguments, on_host=on_host, streamed=streamed)
     require_quantised(model, source.name)
 
     if has_mxfp4(config):
         _forget_blocks(model)
     use_packed(model)
     if on_host:
-        note_on_host(model, mover)
+        record_host_tensors(model, mover)
     else:
         _place_loaded(model, mover, streamed)
         require_right_on_cpu(model, source.name)
-        note_computed(model, mover)
+        mark_computed_in_load(model, mover)
         keep_trainable_on_cpu(model)
-    note_files(model, loading_info["unexpected_keys"], mover)
+    record_file_digests(model, loading_info["unexpected_keys"], mover)
     return model, time.perf_counter() - started
 
 
-def _read_weights(
+def _load_verified(
     source: ModelSource,
     mover: Mover,
     config: PreTrainedConfig,
@@ -284,9 +284,9 @@ def _errors_in_a_line(source: ModelSource, config: PreTrainedConfig) -> Iterator
 
 def _place_loaded(model: PreTrainedModel, mover: Mover, streamed: Streamed | None) -> None:
     """Have every tensor on its device; layers that are streamed stay where they are."""
-    tell_of_devices(model, mover)
+    set_device_map(model, mover)
     if streamed is not None:
-        note_on_host(model, mover)  # before the streamer replaces the layers' tensors
+        record_host_tensors(model, mover)  # before the streamer replaces the layers' tensors
         Streamer(model, streamed, mover)
     place(model, mover, loaded=True)
 

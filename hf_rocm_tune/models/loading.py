@@ -2,9 +2,9 @@
 
 Nothing in transformers is replaced for the verification. On a card every weight crosses at torch's dispatcher
 (`transfer.interception`), where it is verified and tied to its file; what was computed there from verified tensors is
-digested by `placement.note_computed` as soon as the model is complete. On a CPU nothing crosses: tensors are views of
-the mapped file, which `placement.place` digests and ties to it. `note_files` digests what a file holds and was cast or
-fused on the host.
+digested by `placement.mark_computed_in_load` as soon as the model is complete. On a CPU nothing crosses: tensors are
+views of the mapped file, which `placement.place` digests and ties to it. `record_file_digests` digests what a file
+holds and was cast or fused on the host.
 
 Private places of transformers are replaced only for features: experts in 4 bit, quantised layers that are streamed.
 """
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # ---- after the load -------------------------------------------------------------------------------------------------
 
 
-def note_on_host(model: nn.Module, mover: Mover) -> None:
+def record_host_tensors(model: nn.Module, mover: Mover) -> None:
     """Digest what a load has left on the host, until `placement.read_as`: it has to stay what it is now.
 
     A tensor whose memory is that of a mapped file is tied to the file's tensor.
@@ -62,7 +62,9 @@ def note_on_host(model: nn.Module, mover: Mover) -> None:
     for _, tensor in tensors_of(model):
         if tensor.device.type != "cpu" or mover.provenance(tensor) is not None or not tensor.nbytes:
             continue
-        known, where = digest(storage := storage_bytes(tensor)), in_file(tensor)
+        storage = storage_bytes(tensor)
+        known = digest(storage)
+        where = in_file(tensor)
         if where is None or storage.nbytes != tensor.nbytes:
             remember_read(tensor, Read(known))
         else:
@@ -70,7 +72,7 @@ def note_on_host(model: nn.Module, mover: Mover) -> None:
             remember_read(tensor, Read(known, where.file, where.tensor))
 
 
-def note_files(model: nn.Module, unexpected: Iterable[str], mover: Mover, *, as_loaded: bool = True) -> None:
+def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Mover, *, as_loaded: bool = True) -> None:
     """Record digests of the tensors of a model's files that were loaded, for the comparison with the files' SHA-256.
 
     What crossed unchanged has been recorded; what was cast, fused or quantised on the host is read once more, and what
@@ -87,7 +89,8 @@ def note_files(model: nn.Module, unexpected: Iterable[str], mover: Mover, *, as_
     """
     if mover.settings.verify == "off":
         return
-    is_left_out, is_converted = _left_out(model, unexpected), _converted(model)
+    is_left_out = _left_out(model, unexpected)
+    is_converted = _converted(model)
     live = {file_name(name): tensor for name, tensor in tensors_of(model)}
     read = {(os.path.realpath(file), name): known for (file, name), known in mover.loaded.items()}
     for file in files_of(model)[0]:

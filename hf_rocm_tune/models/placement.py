@@ -174,7 +174,7 @@ def mark_loaded(model: nn.Module, name: str, mover: Mover) -> None:
             _mark_derived(where, mover)
 
 
-def note_computed(model: nn.Module, mover: Mover) -> None:
+def mark_computed_in_load(model: nn.Module, mover: Mover) -> None:
     """Marks all that the device computed in a load from tensors that crossed, cast, fused or quantised, as derived.
 
     Its digest is taken now: what changes it from here on is found.

@@ -216,7 +216,7 @@ def without_dispatch() -> Iterator[None]:
         yield
 
 
-def tell_of_devices(model: PreTrainedModel, mover: Mover) -> None:
+def set_device_map(model: PreTrainedModel, mover: Mover) -> None:
     """Says on the model where its parts are: transformers' Trainer then neither moves nor replicates it."""
     if isinstance(mover, SplitMover) and not mover.logical:
         model.hf_device_map = device_map(mover)

@@ -36,15 +36,15 @@ from hf_rocm_tune.lifecycle.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.models import loss, recompute
 from hf_rocm_tune.models.adapter import keep_weights_from_vllm, share_inputs
 from hf_rocm_tune.models.adapter_settings import AdapterSettings
-from hf_rocm_tune.models.loading import LoadReport, note_files, packed_experts, rewrites_base
+from hf_rocm_tune.models.loading import LoadReport, packed_experts, record_file_digests, rewrites_base
 from hf_rocm_tune.models.placement import (
     Coverage,
     attest,
     coverage,
     digests_before,
     mark_computed,
+    mark_computed_in_load,
     mark_rewritten,
-    note_computed,
     place,
 )
 from hf_rocm_tune.models.quantised import (
@@ -210,12 +210,12 @@ class VerifiedTransferMixin(_Base):
         if isinstance(given, str):
             quantised = getattr(self.model, "hf_quantizer", None) is not None  # PEFT casts its norms to float32
             as_loaded = not quantised and not rewrites_base(keywords.get("peft_config"))
-            note_files(self.model, (), self.mover, as_loaded=as_loaded)
+            record_file_digests(self.model, (), self.mover, as_loaded=as_loaded)
         share_inputs(self.model)
         require_isolation(self.model, self.args)
         self._place(self.model)
         if isinstance(given, str):
-            note_computed(self.model, self.mover)
+            mark_computed_in_load(self.model, self.mover)
         if before and settings.plain_lora:
             self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))
         if (streamer := streamer_of(self.model)) is not None:
@@ -306,7 +306,7 @@ class VerifiedTransferMixin(_Base):
             device_placement = False  # GRPO asks for its reward models to be moved; they are placed below
         if evaluation_mode and not any(plain is known for known in (self.model, *self._references)):
             if not any(plain is each for each in self._handed_over):
-                note_files(plain, (), self.mover)
+                record_file_digests(plain, (), self.mover)
             attest(model, self.mover)
             place(model, self.mover)
             follow_bias_casts(model, self.mover)

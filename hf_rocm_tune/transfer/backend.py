@@ -145,8 +145,8 @@ class HostBackend:
         return self.digest(target)
 
     def read_back(self, target: Tensor) -> Tensor:
-        found: Tensor = self._queued(target.clone).result()
-        return found
+        copy: Tensor = self._queued(target.clone).result()
+        return copy
 
     def hand_out(self, buffer: Tensor, ticket: Queued) -> None:
         ticket.result()
@@ -301,7 +301,8 @@ class _EventTicket:
 
 class _QueuedDigest:
     def __init__(self, sums: Tensor, nbytes: int) -> None:
-        self._readback, self._nbytes = DigestReadback(sums), nbytes
+        self._readback = DigestReadback(sums)
+        self._nbytes = nbytes
 
     def done(self) -> bool:
         return self._readback.done()
@@ -311,8 +312,8 @@ class _QueuedDigest:
 
     def result(self) -> Digest:
         self._readback.join()
-        (found,) = self._readback.digests([self._nbytes])
-        return found
+        (digest,) = self._readback.digests([self._nbytes])
+        return digest
 
 
 def backend_for(device: torch.device) -> Backend:

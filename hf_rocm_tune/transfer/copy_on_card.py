@@ -34,7 +34,9 @@ class CopyOnCard:
     def __init__(self, library: Path) -> None:
         """Raises OSError or AttributeError: the library does not fit."""
         functions = ctypes.CDLL(str(library))
-        self.find_torchs, self._install, self._watch = functions.find_torchs, functions.install, functions.watch
+        self.find_torchs = functions.find_torchs
+        self._install = functions.install
+        self._watch = functions.watch
         self._watch.argtypes = [ctypes.c_void_p, ctypes.c_int]
         self._leave = functions.leave
 

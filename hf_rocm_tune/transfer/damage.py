@@ -61,7 +61,8 @@ def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> D
     assert found.numel() == right.numel(), "both sides have the same size"
     if torch.equal(found, right):
         return None
-    counts, grains = torch.zeros(5, dtype=torch.int64), []
+    counts = torch.zeros(5, dtype=torch.int64)
+    grains = []
     for start in range(0, right.numel(), _SLAB_BYTES):
         part = slice(start, start + _SLAB_BYTES)
         difference = found[part] ^ right[part]
@@ -72,14 +73,15 @@ def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> D
             old = earlier[part]
             stale[: old.numel()] = found[part][: old.numel()] == old[: wrong.numel()]
         instead = (found[part] == 0, found[part] == POISON, stale, difference & (difference - 1) == 0)
-        counts += torch.stack([wrong.sum(), *((wrong & each).sum() for each in instead)])
+        counts += torch.stack([wrong.sum(), *((wrong & kind).sum() for kind in instead)])
     total, zeros, poison, stale_bytes, flips = counts.tolist()
     bad = torch.cat(grains)
     begin = int(bad.int().argmax())
     end = begin + int(torch.cat([bad[begin:], bad.new_zeros(1)]).int().argmin())
     run = slice(begin * _GRAIN_BYTES, end * _GRAIN_BYTES)
-    places = (found[run] != right[run]).nonzero()
-    first, length = run.start + int(places[0]), int(places[-1] - places[0]) + 1
+    offsets = (found[run] != right[run]).nonzero()
+    first = run.start + int(offsets[0])
+    length = int(offsets[-1] - offsets[0]) + 1
     shown = slice(first, first + min(length, _SHOWN_BYTES))
     return Damage(
         nbytes=right.numel(),

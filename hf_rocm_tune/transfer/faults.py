@@ -82,12 +82,19 @@ class FaultyBackend:
     """
 
     def __init__(self, inner: Backend, spec: FaultSpec) -> None:
-        self.inner, self.spec = inner, spec
-        self.device, self.default_slot_bytes = inner.device, inner.default_slot_bytes
+        self.inner = inner
+        self.spec = spec
+        self.device = inner.device
+        self.default_slot_bytes = inner.default_slot_bytes
         self.staging_grows = inner.staging_grows
-        self.staging, self.allocate, self.mark = inner.staging, inner.allocate, inner.mark
-        self.follow, self.read_back, self.hand_out = inner.follow, inner.read_back, inner.hand_out
-        self.injected = self._matched = 0
+        self.staging = inner.staging
+        self.allocate = inner.allocate
+        self.mark = inner.mark
+        self.follow = inner.follow
+        self.read_back = inner.read_back
+        self.hand_out = inner.hand_out
+        self.injected = 0
+        self._matched = 0
         self._lock = threading.RLock()
         self._seen: Counter[tuple[str, str]] = Counter()
         self._plans: dict[tuple[int, str], _Plan | None] = {}
@@ -161,7 +168,8 @@ class FaultyBackend:
 
     def _plan(self, part: Part, label: Label) -> _Plan | None:
         """Decided once per tensor and transfer: by seed, stage, name and occurrence, not by the order of threads."""
-        spec, key = self.spec, (label.transfer, part.name)
+        spec = self.spec
+        key = (label.transfer, part.name)
         if key not in self._plans:
             self._plans[key] = None
             if part.nbytes and fnmatchcase(part.name, spec.tensor) and spec.stage in (None, label.stage):
@@ -175,7 +183,9 @@ class FaultyBackend:
         if plan is None or (label.attempt and not spec.persist):
             return None
         exhausted = spec.count is not None and self.injected >= spec.count
-        return None if exhausted and not plan.hit_attempts else plan
+        if exhausted and not plan.hit_attempts:
+            return None
+        return plan
 
     def _count(self, plan: _Plan, attempt: int) -> None:
         if attempt not in plan.hit_attempts:
@@ -183,7 +193,9 @@ class FaultyBackend:
             self.injected += 1
 
     def _wrong_bytes(self, plan: _Plan, part: Part, right: Tensor, target: Tensor, label: Label) -> Tensor | None:
-        kind, wrong, anchor = self.spec.kind, right.clone(), plan.anchor - part.offset
+        kind = self.spec.kind
+        wrong = right.clone()
+        anchor = plan.anchor - part.offset
         if kind == "zero":
             return wrong.zero_()
         if kind == "zero_range":

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 _OPERATOR = "aten::copy_"
 _NUMBER = "aten::_local_scalar_dense"  # ``item``
-_CARD, _HOST = "CUDA", "CPU"
+# Dispatch keys.
+_CARD = "CUDA"
+_HOST = "CPU"
 
 
 class Server(Protocol):
@@ -146,7 +148,7 @@ def _install(key: str = _CARD) -> None:
             native.find_torchs()
         library = torch.library.Library("aten", "IMPL")  # kept for good
         copy = get_kernel(_OPERATOR, key)
-        functions = {"copy_": _noting(copy) if key == _HOST else _copy_through(copy)}
+        functions = {"copy_": _recording(copy) if key == _HOST else _copy_through(copy)}
         if key == _CARD:
             functions["_local_scalar_dense"] = _read_through(get_kernel(_NUMBER, key))
         with warnings.catch_warnings():  # torch warns of what `allow_override` asks for
@@ -197,18 +199,19 @@ def writes_to_storages(storages: list[int]) -> list[int]:
     return [_writes.get(storage, 0) for storage in storages]
 
 
-def _note_write(target: Tensor) -> None:
+def _record_write(target: Tensor) -> None:
     storage = target.untyped_storage()._cdata
     if storage in _writes:
         _writes[storage] += 1  # two threads may count as one: only a change matters
 
 
-def _noting(stock: Any) -> Callable[..., Tensor]:
+def _recording(stock: Any) -> Callable[..., Tensor]:
+    """A copy on the host, whose write is counted where its target is watched."""
     call_stock = stock.call_boxed
 
     def copy_(keys: Any, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
         if _writes and not _thread.own_copies:
-            _note_write(target)
+            _record_write(target)
         call_stock(keys, target, _as_tensor(source), non_blocking)
         return target
 
@@ -227,7 +230,7 @@ def _copy_through(stock: Any) -> Callable[..., Tensor]:
         source = _as_tensor(source)
         # The most frequent case first, and it must cost little: a cast or a copy on one card.
         if _writes and not _thread.own_copies:
-            _note_write(target)
+            _record_write(target)
         to_card = target.is_cuda
         if to_card and source.is_cuda:
             if target.get_device() != source.get_device() and not _thread.own_copies and target.numel():
@@ -244,7 +247,10 @@ def _copy_through(stock: Any) -> Callable[..., Tensor]:
             mover.report.crossed(direction, requester(), target.nbytes, verified=False, why="a stream was captured")
             mover = None
         if mover is None:
-            count_crossing(**{"to_device_bytes" if to_card else "to_host_bytes": target.nbytes})
+            if to_card:
+                count_crossing(to_device_bytes=target.nbytes)
+            else:
+                count_crossing(to_host_bytes=target.nbytes)
             if not non_blocking:
                 _wait_without_lock(card.device)
             with _OWN:  # torch enters this operator again for casts and strides: one copy
@@ -284,9 +290,10 @@ def _between_cards(call_stock: Any, keys: Any, target: Tensor, source: Tensor, n
     receiving = serving(target.device)
     sending = serving(source.device)
     if receiving is None or sending is None or torch.cuda.is_current_stream_capturing():
-        if (known := receiving or sending) is not None:
+        reporting = receiving or sending
+        if reporting is not None:
             why = "a stream was captured" if receiving and sending else "one of the two cards has no mover"
-            known.report.crossed("between_cards", requester(), target.nbytes, verified=False, why=why)
+            reporting.report.crossed("between_cards", requester(), target.nbytes, verified=False, why=why)
         call_stock(keys, target, source, non_blocking)
         return target
     receiving.receive(target, source, sending, origin=requester())

@@ -35,7 +35,10 @@ class LayerBuffer:
     """One piece of device memory. `send` and `wait_verified` alternate; each may be called from any thread."""
 
     def __init__(self, nbytes: int, backend: Backend, sender: Sender, verifier: Verifier, session: Session) -> None:
-        self._backend, self._sender, self._verifier, self._session = backend, sender, verifier, session
+        self._backend = backend
+        self._sender = sender
+        self._verifier = verifier
+        self._session = session
         self.memory = backend.allocate(nbytes, long_lived=True)  # uint8[nbytes], once
         self._holds: Content | None = None  # verified
         self._leaving: tuple[Content, Queued] | None = None
@@ -66,10 +69,12 @@ class LayerBuffer:
         """
         if self._pending is None:
             return
-        (content, transfer, arrived), self._pending = self._pending, None
+        content, transfer, arrived = self._pending
+        self._pending = None
         if self._leaving is not None:
-            (left, found), self._leaving = self._leaving, None
-            self._require(left, found)
+            left, left_digest = self._leaving
+            self._leaving = None
+            self._require(left, left_digest)
         try:
             self._verifier.finish(transfer, self.memory[: content.nbytes], arrived)
         except SourceChangedError as error:
@@ -88,8 +93,8 @@ class LayerBuffer:
             self._backend.follow(self._backend.mark())
             self._require(self._holds, self._backend.digest(self.memory[: self._holds.nbytes]))
 
-    def _require(self, content: Content, found: Queued) -> None:
-        if found.result().same_words(content.digest):
+    def _require(self, content: Content, digest: Queued) -> None:
+        if digest.result().same_words(content.digest):
             return
         self._session.report.add(STAGE, mismatches=1)
         row: dict[str, Any] = {"step": self._session.step, "stage": STAGE, "tensor": content.name}

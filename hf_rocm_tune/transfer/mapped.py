@@ -85,14 +85,15 @@ def _read_maps() -> None:
     global _regions
     try:
         with open(_MAPS, encoding="utf-8", errors="surrogateescape") as lines:
-            found = [match for line in lines if _SUFFIX in line and (match := _LINE.match(line.rstrip("\n")))]
+            candidates = [line.rstrip("\n") for line in lines if _SUFFIX in line]
     except OSError:  # another system than Linux: no tensor is known to be in a file
-        found = []
-    _regions = sorted(
-        _Region(int(match[1], 16), int(match[2], 16), int(match[3], 16), match[4])
-        for match in found
-        if match[4].endswith(_SUFFIX)
-    )
+        candidates = []
+    regions = []
+    for line in candidates:
+        match = _LINE.match(line)
+        if match and match[4].endswith(_SUFFIX):
+            regions.append(_Region(int(match[1], 16), int(match[2], 16), int(match[3], 16), match[4]))
+    _regions = sorted(regions)
 
 
 def _entries(file: str) -> dict[tuple[int, int], str]:

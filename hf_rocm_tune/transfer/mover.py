@@ -159,7 +159,7 @@ class Mover:
         self._check_host(tensor, name)
         where = InFile(source, name) if source is not None else in_file(tensor)
         tensor = dense(tensor)
-        segment = Segment(name, tensor, 0, None if where is None else where.file)
+        segment = Segment(name, tensor, 0, where.file if where is not None else None)
         transfer = self._new_transfer(stage, [segment], tensor)
         buffer = self._backend.allocate(transfer.nbytes, long_lived=not transient)
         self._sender.send(transfer, buffer, self._verifier.route, attempt=0)
@@ -167,15 +167,20 @@ class Mover:
         self._finish(transfer, buffer)
         with ordinary():
             moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
-        self._registry.put(moved, Entry("transferred", digest=arrived) if transfer.verify else self._not_verified())
-        if where is not None and transfer.verify:
-            self.read_from(where.file, where.tensor, arrived)
-        return moved if dtype in (None, tensor.dtype) else self._cast(moved, tensor, dtype, name, stage)
+        if transfer.verify:
+            self._registry.put(moved, Entry("transferred", digest=arrived))
+            if where is not None:
+                self.read_from(where.file, where.tensor, arrived)
+        else:
+            self._registry.put(moved, self._not_verified())
+        if dtype is None or dtype == tensor.dtype:
+            return moved
+        return self._cast(moved, tensor, dtype, name, stage)
 
-    def _cast(self, moved: Tensor, source: Tensor, dtype: torch.dtype | None, name: str, stage: str) -> Tensor:
+    def _cast(self, moved: Tensor, source: Tensor, dtype: torch.dtype, name: str, stage: str) -> Tensor:
         """The cast of a tensor that has arrived: a faulty kernel (pytorch#16448 gave zeros) runs after its digest."""
-        assert dtype is not None
-        cast, reason = cast_on_device(moved, dtype), "cast on the device, not compared"
+        cast = cast_on_device(moved, dtype)
+        reason = "cast on the device, not compared"
         if self.settings.verify == "full":
             reason = "cast on the device, a sample compared with the CPU's cast"
             expected = _sample(source).to(dtype)
@@ -184,8 +189,8 @@ class Mover:
             if not right:
                 cast = cast_on_device(moved, dtype)
                 recovered = _same(_sample(cast), expected)
-                row = {"stage": stage, "tensor": name, "kind": "wrong cast"}
-                self.report.incident({**row, "outcome": "recovered" if recovered else "stopped"})
+                outcome = "recovered" if recovered else "stopped"
+                self.report.incident({"stage": stage, "tensor": name, "kind": "wrong cast", "outcome": outcome})
                 if not recovered:
                     pair = f"{moved.dtype} to {dtype}".replace("torch.", "")
                     raise CorruptionError(
@@ -209,7 +214,8 @@ class Mover:
     @contextmanager
     def copies_as(self, stage: str) -> Iterator[None]:
         """Within the block, copies that others ask for, in any thread, are reported as ``stage``, one of `STAGES`."""
-        before, self._copies_stage = self._copies_stage, stage
+        before = self._copies_stage
+        self._copies_stage = stage
         try:
             yield
         finally:
@@ -244,9 +250,9 @@ class Mover:
             target.copy_(typed_view(buffer, 0, target.dtype, target.shape))
         if where is not None and transfer.verify:
             self.read_from(where.file, where.tensor, transfer.expected if exact else digest(source))
-        self._note_delivered(target, transfer, in_a_row if order is not None else None)
+        self._record_delivered(target, transfer, in_a_row if order is not None else None)
 
-    def _note_delivered(self, target: Tensor, transfer: Transfer, whole: Tensor | None) -> None:
+    def _record_delivered(self, target: Tensor, transfer: Transfer, whole: Tensor | None) -> None:
         if not transfer.verify:
             self._registry.put(target, self._not_verified())
         elif whole is not None and _is_whole(whole):
@@ -262,7 +268,8 @@ class Mover:
         """
         self._check_open()
         target, source = plain(target), plain(source)
-        sent, order = _as_copied(source, target), memory_order(target)
+        sent = _as_copied(source, target)
+        order = memory_order(target)
         if order is not None:
             in_a_row = target.detach().permute(order)
             self._collect_bytes(as_bytes(in_a_row), sent.permute(order).contiguous(), origin, stage)
@@ -274,7 +281,8 @@ class Mover:
 
     def _collect_bytes(self, target: Tensor, source: Tensor, origin: str, stage: str | None) -> None:
         how = {"name": described(source, origin), "stage": stage or self._copies_stage, "origin": origin}
-        data, step = as_bytes(source), self._fetcher.slot_bytes
+        data = as_bytes(source)
+        step = self._fetcher.slot_bytes
         for start in range(0, data.numel(), step):
             with self._keeping_failure(), self._fetcher.fetched(data[start : start + step], **how) as fetched:
                 target[start : start + step].copy_(fetched.host)
@@ -296,7 +304,7 @@ class Mover:
         self.deliver(target, host, origin=origin, stage=BETWEEN_CARDS)
         if direct:
             self.report.add(BETWEEN_CARDS, recovered=1)
-            self._tell_direct(target, origin, "recovered")
+            self._report_direct(target, origin, "recovered")
 
     def _receive_directly(self, target: Tensor, sent: Tensor, origin: str) -> bool:
         """The driver's own copy from card to card. False: it arrived wrong."""
@@ -310,7 +318,7 @@ class Mover:
             self._direct_failures += 1
             self.report.add(BETWEEN_CARDS, mismatches=1)
             if self.settings.on_corruption == "stop":
-                self._tell_direct(target, origin, "stopped")
+                self._report_direct(target, origin, "stopped")
                 with self._keeping_failure():
                     raise CorruptionError(
                         f"{described(target, origin)} arrived wrong on {self.device} from another card, and "
@@ -324,7 +332,8 @@ class Mover:
         self.report.add(BETWEEN_CARDS, tensors=1, bytes=nbytes, verified_bytes=nbytes if verify else 0)
         return True
 
-    def _tell_direct(self, target: Tensor, origin: str, outcome: str) -> None:
+    def _report_direct(self, target: Tensor, origin: str, outcome: str) -> None:
+        """An incident of the driver's own copy between two cards."""
         row: dict[str, Any] = {"step": self.step, "stage": BETWEEN_CARDS, "tensor": described(target, origin)}
         self.report.incident({**row, "kind": "other", "retry": "through_host", "outcome": outcome})
 
@@ -360,10 +369,12 @@ class Mover:
 
     def layer_buffer(self, nbytes: int) -> LayerBuffer:
         """Device memory for contents that replace each other, which counts as verified because each of them is."""
-        found = LayerBuffer(nbytes, self._backend, self._sender, self._verifier, self._session)
-        full = self.settings.verify == "full"
-        self._registry.put(found.memory, Entry("transferred", STREAMED) if full else self._not_verified())
-        return found
+        buffer = LayerBuffer(nbytes, self._backend, self._sender, self._verifier, self._session)
+        if self.settings.verify == "full":
+            self._registry.put(buffer.memory, Entry("transferred", STREAMED))
+        else:
+            self._registry.put(buffer.memory, self._not_verified())
+        return buffer
 
     def begin(self, tree: Any, *, stage: str = "batches") -> Any:
         """Start the transfer of all host tensors of a nested batch, in one copy into one device allocation.
@@ -404,11 +415,10 @@ class Mover:
         The copies are compared with the originals unless ``verify`` is ``off``. Tensors on the device, and those
         without plain bytes, are returned as they are.
         """
-        given = {
-            id(tensor): (name, tensor)
-            for name, tensor in named_tensors(tree)
-            if tensor.device.type == "cpu" and not not_plain(tensor) and not self._is_here(tensor)
-        }
+        given = {}
+        for name, tensor in named_tensors(tree):
+            if tensor.device.type == "cpu" and not not_plain(tensor) and not self._is_here(tensor):
+                given[id(tensor)] = (name, tensor)
         if not given:
             return map_tensors(tree, lambda tensor: tensor)
         memory, staged = stage_batch(list(given.values()), verified=self.settings.verify != "off")
@@ -417,15 +427,16 @@ class Mover:
 
     def require_unchanged(self, tree: Any) -> None:
         """Check that staged host tensors have not changed; other tensors are ignored."""
-        looked_at: list[StagedBatch] = []
+        compared: set[int] = set()  # several tensors lie in one staged batch
         for tensor in tree_tensors(tree):
             staged = self._staged.get(tensor)
-            if staged is not None and not any(staged is each for each in looked_at):
-                looked_at.append(staged)
+            if staged is not None and id(staged) not in compared:
+                compared.add(id(staged))
                 self._require_equal(staged, storage_bytes(tensor))
 
-    def _require_equal(self, staged: StagedBatch, memory: Tensor, found: Digest | None = None) -> None:
-        if staged.digest is None or (found or digest(memory)) == staged.digest:
+    def _require_equal(self, staged: StagedBatch, memory: Tensor, known: Digest | None = None) -> None:
+        """``known``: the digest of the memory, where it has been taken."""
+        if staged.digest is None or (known or digest(memory)) == staged.digest:
             return
         raise self.changed(staged.changed_in(memory), "after it was read from the loader")
 
@@ -457,7 +468,8 @@ class Mover:
                 if not transfer.is_done:
                     self._finish(transfer, storage_bytes(tensor)[: transfer.nbytes])
                     known = Entry("transferred") if transfer.verify else self._not_verified()
-                    entry.provenance, entry.reason = known.provenance, known.reason
+                    entry.provenance = known.provenance
+                    entry.reason = known.reason
 
     def _finish(self, transfer: Transfer, buffer: Tensor) -> None:
         try:
@@ -492,7 +504,8 @@ class Mover:
         return tensor.device == self.device
 
     def _check_host(self, tensor: Tensor, name: str) -> None:
-        if why := not_plain(tensor):
+        why = not_plain(tensor)
+        if why:
             raise UsageError(f"tensor '{name}' {why}")
         if tensor.device.type != "cpu":
             raise UsageError(f"tensor '{name}' is on {tensor.device}; only host tensors are moved to {self.device}")
@@ -523,7 +536,9 @@ class Mover:
     def verdict_of(self, tensor: Tensor) -> Digest | None:
         """The digest of the whole storage of a verified batch tensor; None if it was not sent as one."""
         entry = self._registry.get(tensor)
-        transfer = None if entry is None or entry.provenance != "transferred" else entry.transfer
+        if entry is None or entry.provenance != "transferred":
+            return None
+        transfer = entry.transfer
         if transfer is None or transfer.nbytes != tensor.untyped_storage().nbytes():
             return None
         return transfer.expected
@@ -550,7 +565,9 @@ class Mover:
     def digest_of(self, tensor: Tensor) -> Digest | None:
         """The digest with which a weight arrived or was derived; None for batches, views and unverified tensors."""
         entry = self._registry.get(tensor)
-        return entry.known_digest() if entry is not None and _is_whole(tensor) else None
+        if entry is None or not _is_whole(tensor):
+            return None
+        return entry.known_digest()
 
     def mark_derived(self, tensor: Tensor, reason: str, *, digest: Digest | None = None) -> None:
         """Declare that a device tensor was computed from verified ones (cast, quantised, initialised), and how.
@@ -641,8 +658,9 @@ def _sample(tensor: Tensor) -> Tensor:
     return torch.cat([flat.narrow(0, start, SAMPLE_ELEMENTS) for start in (0, middle, flat.numel() - SAMPLE_ELEMENTS)])
 
 
-def _same(found: Tensor, expected: Tensor) -> bool:
-    return digest(found) == digest(expected) or digest(_plain_nan(found)) == digest(_plain_nan(expected))
+def _same(result: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors have the same bytes, or differ only in the bits of their NaNs."""
+    return digest(result) == digest(expected) or digest(_plain_nan(result)) == digest(_plain_nan(expected))
 
 
 def _plain_nan(tensor: Tensor) -> Tensor:

@@ -74,8 +74,11 @@ def dense(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor
     copy = tensor.detach().contiguous()
-    for _ in range(2 if copy.device.type == "cpu" else 0):
-        other, copy = copy, tensor.detach().contiguous()
+    if copy.device.type != "cpu":
+        return copy
+    for _ in range(2):
+        other = copy
+        copy = tensor.detach().contiguous()
         if torch.equal(as_bytes(copy), as_bytes(other)):
             break
     return copy
@@ -88,7 +91,8 @@ def memory_order(tensor: Tensor) -> list[int] | None:
     """
     if tensor.is_contiguous():
         return list(range(tensor.dim()))
-    sizes, strides = tensor.shape, tensor.stride()
+    sizes = tensor.shape
+    strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], sizes[dim]))
     return order if tensor.permute(order).is_contiguous() else None
 
@@ -126,7 +130,9 @@ def map_tensors(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         return type(tree)(values.values())
     if isinstance(tree, Mapping) and not isinstance(tree, (dict, UserDict)):
         return type(tree)(values)  # type: ignore[call-arg]  # mappings are built from a dict by convention
-    rebuilt = copy.copy(tree) if values or isinstance(tree, Mapping) else tree  # with its default factory or encodings
+    rebuilt = tree
+    if values or isinstance(tree, Mapping):
+        rebuilt = copy.copy(tree)  # with its default factory or encodings
     for key, value in values.items():
         if isinstance(tree, Mapping):
             rebuilt[key] = value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_rocm_tune.counters import SECTIONS, SENT
@@ -54,7 +54,9 @@ def gb_per_s(nbytes: float, seconds: float) -> float:
 
 def share_words(part: int, whole: int) -> str:
     """A share in per cent with four digits; 100 only for all of it."""
-    return f"{min(100 * part / max(whole, 1), 100.0 if part >= whole else 99.99):.4g} %"
+    per_cent = 100 * part / max(whole, 1)
+    highest = 100.0 if part >= whole else 99.99
+    return f"{min(per_cent, highest):.4g} %"
 
 
 class TransferReport:
@@ -83,7 +85,8 @@ class TransferReport:
             row = self._origins.setdefault(key, [0, 0, 0])
             row[0] += 1
             row[1] += nbytes
-            row[2] += nbytes if verified else 0
+            if verified:
+                row[2] += nbytes
 
     def add(self, stage: str, **increments: float) -> None:
         """Add to the counters of a stage (tensors, bytes, verified_bytes, mismatches, recovered, ``*_seconds``), or of
@@ -131,62 +134,72 @@ class TransferReport:
         ``crossings``: all bytes that the engine has sent in this process, as a driver would count them.
         """
         with self._lock, _crossed_lock:
-            rows = ([dict(row) for row in each] for each in (self._rebaselined, self._incidents))
-            return _assemble(self._counters, _crossed, _origin_rows(self._origins), *rows)
+            rebaselined = [dict(row) for row in self._rebaselined]
+            incidents = [dict(row) for row in self._incidents]
+            return _assemble(self._counters, _crossed, _origin_rows(self._origins), rebaselined, incidents)
 
     def __repr__(self) -> str:
         """One line: what was moved, and what was wrong."""
         with self._lock:
             sums = [int(sum(self._counters[stage][key] for stage in _COUNTED)) for key in SENT[:5]]
-            found = f", {len(self._incidents)} incidents" if self._incidents else ""
+            incidents = f", {len(self._incidents)} incidents" if self._incidents else ""
         tensors, moved, verified, wrong, right = sums
         return (
             f"TransferReport({tensors:,} tensors, {verified:,} of {moved:,} bytes verified, {wrong} mismatches, "
-            f"{right} recovered{found})"
+            f"{right} recovered{incidents})"
         )
 
     def _repr_html_(self) -> str:
         """A table of the stages, for a notebook."""
         head = "".join(f"<th>{title}</th>" for title in ("", "tensors", "bytes", "verified", "wrong", "recovered"))
+        rows = []
         with self._lock:
-            rows = [
-                f"<tr><th>{name}</th>" + "".join(f"<td>{int(row[key]):,}</td>" for key in SENT[:5]) + "</tr>"
-                for name in _COUNTED
-                if (row := self._counters[name])["tensors"]
-            ]
+            for name in _COUNTED:
+                counts = self._counters[name]
+                if counts["tensors"]:
+                    cells = "".join(f"<td>{int(counts[key]):,}</td>" for key in SENT[:5])
+                    rows.append(f"<tr><th>{name}</th>{cells}</tr>")
         return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
     @staticmethod
     def merge(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Add up the results of `to_dict` of all ranks; with several ranks incidents get their rank."""
         reports = list(reports)
-        counters = {
-            name: {key: sum(report[name][key] for report in reports) for key in section.counters}
-            for name, section in SECTIONS.items()
-        }
+        counters = {}
+        for name, section in SECTIONS.items():
+            counters[name] = {key: sum(report[name][key] for report in reports) for key in section.counters}
         crossed = {key: sum(report["crossings"][key] for report in reports) for key in _CROSSINGS}
-        rank = [{"rank": number} if len(reports) > 1 else {} for number in range(len(reports))]
-        lists = (
-            [{**row, **rank[number]} for number, report in enumerate(reports) for row in report[name]]
-            for name in ("rebaselined", "incidents")
-        )
         origins: dict[tuple[str, str, str], list[int]] = {}
-        for row in (row for report in reports for row in report["origins"]):
-            sums = origins.setdefault((row["direction"], row["origin"], row["why"]), [0, 0, 0])
-            for at, key in enumerate(_ORIGIN_SUMS):
-                sums[at] += row[key]
-        return _assemble(counters, crossed, _origin_rows(origins), *lists)
+        for report in reports:
+            for row in report["origins"]:
+                sums = origins.setdefault((row["direction"], row["origin"], row["why"]), [0, 0, 0])
+                for at, key in enumerate(_ORIGIN_SUMS):
+                    sums[at] += row[key]
+        rebaselined = _rows_of_ranks(reports, "rebaselined")
+        incidents = _rows_of_ranks(reports, "incidents")
+        return _assemble(counters, crossed, _origin_rows(origins), rebaselined, incidents)
 
 
 _ORIGIN_SUMS = ("copies", "bytes", "verified_bytes")
 
 
+def _rows_of_ranks(reports: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The rows of a list in all reports; with several ranks they get their rank."""
+    rows = []
+    for rank, report in enumerate(reports):
+        for row in report[name]:
+            if len(reports) > 1:
+                row = {**row, "rank": rank}
+            rows.append(dict(row))
+    return rows
+
+
 def _origin_rows(origins: Mapping[tuple[str, str, str], list[int]]) -> list[dict[str, Any]]:
     """The copies by who asked for them, the largest first."""
-    rows = [
-        {"direction": direction, "origin": origin, "why": why, **dict(zip(_ORIGIN_SUMS, sums, strict=True))}
-        for (direction, origin, why), sums in origins.items()
-    ]
+    rows = []
+    for (direction, origin, why), sums in origins.items():
+        row = {"direction": direction, "origin": origin, "why": why}
+        rows.append({**row, **dict(zip(_ORIGIN_SUMS, sums, strict=True))})
     return sorted(rows, key=lambda row: (-row["bytes"], row["direction"], row["origin"]))
 
 
@@ -196,12 +209,17 @@ def coverage_of(counters: Mapping[str, Any]) -> dict[str, Any]:
     ``unverified``: what crossed and was not verified, by who asked for it; ``numbers_read``: by ``item``, unverified.
     """
     rows = counters["origins"]
-    unverified = [
-        {"origin": row["origin"], "direction": row["direction"], "bytes": row["bytes"] - row["verified_bytes"],
-         "reason": row["why"] or "moved without verification, as --verify says"}
-        for row in rows
-        if row["verified_bytes"] < row["bytes"]
-    ]  # fmt: skip
+    unverified = []
+    for row in rows:
+        if row["verified_bytes"] < row["bytes"]:
+            unverified.append(
+                {
+                    "origin": row["origin"],
+                    "direction": row["direction"],
+                    "bytes": row["bytes"] - row["verified_bytes"],
+                    "reason": row["why"] or "moved without verification, as --verify says",
+                }
+            )
     return {
         "verified_bytes": sum(row["verified_bytes"] for row in rows),
         "crossed_bytes": sum(row["bytes"] for row in rows),
@@ -223,7 +241,8 @@ def _assemble(
     incidents: list[dict[str, Any]],
 ) -> dict[str, Any]:
     result: dict[str, Any] = {name: dict(row) for name, row in counters.items()}
-    for row in (result[stage] for stage in _COUNTED):
+    for stage in _COUNTED:
+        row = result[stage]
         seconds = row["transfer_seconds"] + row["verify_seconds"]
         row.update({key: round(row[key], 6) for key in row if key.endswith("seconds")})
         row.update(seconds=round(seconds, 6), gb_per_s=round(gb_per_s(row["bytes"], seconds), 4))

@@ -46,10 +46,10 @@ class StagedBatch:
 
     def changed_in(self, memory: Tensor) -> str:
         """The name of the first tensor that has changed; empty if only gaps have."""
-        for each in self.tensors:
-            copied = typed_view(memory, each.offset, each.dtype, each.shape)
-            if digest(copied, word_offset=each.offset // 4) != each.digest:
-                return each.name
+        for tensor in self.tensors:
+            copied = typed_view(memory, tensor.offset, tensor.dtype, tensor.shape)
+            if digest(copied, word_offset=tensor.offset // 4) != tensor.digest:
+                return tensor.name
         return ""
 
 
@@ -58,7 +58,8 @@ def stage_batch(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple
 
     ``verified``: compare the copies with the originals' digests, and copy again, up to twice, if they differ.
     """
-    starts, end = [], 0
+    starts = []
+    end = 0
     for _, tensor in named:
         starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
         end = starts[-1] + tensor.nbytes
@@ -67,13 +68,15 @@ def stage_batch(named: Sequence[tuple[str, Tensor]], *, verified: bool) -> tuple
     for _ in range(_COPIES):
         tensors = []
         for (name, tensor), start in zip(named, starts, strict=True):
-            size, found, source = tensor.nbytes, None, dense(tensor)
+            source = dense(tensor)
+            size = tensor.nbytes
+            original = None
             if verified:
-                found = digest_range(source, 0, size, word_offset=start // 4, copy_to=memory[start : start + size])
+                original = digest_range(source, 0, size, word_offset=start // 4, copy_to=memory[start : start + size])
             else:
                 memory[start : start + size].copy_(as_bytes(source))
-            tensors.append(StagedTensor(name, start, tensor.dtype, tensor.shape, found))
+            tensors.append(StagedTensor(name, start, tensor.dtype, tensor.shape, original))
         whole = digest(memory) if verified else None
-        if whole is None or whole.same_words(combine(each.digest for each in tensors if each.digest is not None)):
+        if whole is None or whole.same_words(combine(part.digest for part in tensors if part.digest is not None)):
             break
     return memory, StagedBatch(tuple(tensors), whole)

@@ -36,7 +36,8 @@ class TransferSettings:
 
     def __post_init__(self) -> None:
         for name, modes in MODES.items():
-            if (given := getattr(self, name)) not in modes:
+            given = getattr(self, name)
+            if given not in modes:
                 raise UsageError(f"{name} is '{given}'; choose one of {', '.join(modes)}")
         if self.slots < 1:
             raise UsageError(f"slots is {self.slots}; give a whole number of at least 1")
@@ -48,14 +49,19 @@ class Session:
     """What all transfers of a mover share; ``step``: of training, for incidents."""
 
     def __init__(self, settings: TransferSettings, report: TransferReport, faulty: FaultyBackend | None) -> None:
-        self.settings, self.report, self.faulty = settings, report, faulty
+        self.settings = settings
+        self.report = report
+        self.faulty = faulty
         self.step: int | None = None
-        self._numbers, self.sent, self._lock = itertools.count(), Counter[str](), threading.Lock()
+        self.sent: Counter[str] = Counter()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
 
     def number(self, stage: str) -> tuple[int, bool]:
         """The number of a new transfer, and whether it is verified."""
         with self._lock:
-            number, earlier = next(self._numbers), self.sent[stage]
+            number = next(self._numbers)
+            earlier = self.sent[stage]
             self.sent[stage] += 1
         sampled = self.settings.verify == "sample" and earlier % SAMPLE_EVERY == 0
         return number, self.settings.verify == "full" or sampled

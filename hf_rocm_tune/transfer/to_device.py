@@ -71,8 +71,8 @@ class Transfer:
     def expected(self) -> Digest:
         return combine(self.pieces)
 
-    def matches(self, found: Digest) -> bool:
-        return found.same_words(self.expected)
+    def matches(self, arrived: Digest) -> bool:
+        return arrived.same_words(self.expected)
 
 
 class Sender:
@@ -102,8 +102,10 @@ class Sender:
         staged: AbstractContextManager[tuple[Slot, Tensor]]
         if route.staging == "ring":
             staged = self._ring.slot(size)
+        elif route.staging == "fresh":
+            staged = nullcontext((Slot(), self._backend.staging(size)))
         else:
-            staged = nullcontext((Slot(), self._backend.staging(size) if route.staging == "fresh" else pageable(size)))
+            staged = nullcontext((Slot(), pageable(size)))
         with staged as (slot, memory):
             _fill(transfer, start, stop, memory, attempt)
             label = Label(transfer.stage, transfer.number, attempt, parts)
@@ -114,7 +116,8 @@ class Sender:
 def _within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[tuple[Segment, int, int]]:
     """The segments in bytes [start, stop) of the device memory, and where each begins and ends there."""
     for segment in segments:
-        begin, end = max(segment.offset, start), min(segment.end, stop)
+        begin = max(segment.offset, start)
+        end = min(segment.end, stop)
         if begin < end:
             yield segment, begin, end
 

@@ -29,7 +29,8 @@ class Fetcher:
     """
 
     def __init__(self, backend: Backend, session: Session) -> None:
-        self.backend, self.session = backend, session
+        self.backend = backend
+        self.session = session
         self.slot_bytes = session.settings.slot_bytes or backend.default_slot_bytes
         self.ring = Ring(backend, slot_bytes=self.slot_bytes, slots=session.settings.slots)
 
@@ -42,12 +43,12 @@ class Fetcher:
     def fetched(
         self, tensor: Tensor, *, name: str, stage: str, mark: Any = None, origin: str = ""
     ) -> Iterator[Fetched]:
-        found = self.begin(tensor, name=name, stage=stage, mark=mark, origin=origin)
+        fetched = self.begin(tensor, name=name, stage=stage, mark=mark, origin=origin)
         try:
-            found.wait_verified()
-            yield found
+            fetched.wait_verified()
+            yield fetched
         finally:
-            found.release()
+            fetched.release()
 
 
 class Fetched:
@@ -60,12 +61,16 @@ class Fetched:
 
     def __init__(self, fetcher: Fetcher, source: Tensor, name: str, stage: str, mark: Any, origin: str) -> None:
         """Takes staging memory and queues the copy; what goes wrong here, as a shortage of memory, releases it."""
-        self._session, self._backend = fetcher.session, fetcher.backend
-        self._name, self._stage, self._origin = name, stage, origin or own_origin(stage)
+        self._session = fetcher.session
+        self._backend = fetcher.backend
+        self._name = name
+        self._stage = stage
+        self._origin = origin or own_origin(stage)
         self._step = self._session.step
         self._source = as_bytes(source)  # kept alive: the caller may drop its tensor while the copy is queued
         self.digest: Digest | None = None
-        begun, size = time.perf_counter(), source.nbytes
+        begun = time.perf_counter()
+        size = source.nbytes
         number, verify = self._session.number(stage)
         self._label = Label(stage, number, 0, (Part(name, 0, size, 0, size),))
         fits_slot = size <= fetcher.slot_bytes
@@ -144,13 +149,16 @@ class Fetched:
         self._session.report.add(self._stage, mismatches=1, recovered=int(recovered))
         # The right bytes are known only if a later reading had the right digest.
         damage = examine(wrong, self._memory) if recovered else None
-        unknown = {"kind": "unknown", "first_offset": 0, "length": wrong.numel()}
+        if damage is not None:
+            description = damage.for_report()
+        else:
+            description = {"kind": "unknown", "first_offset": 0, "length": wrong.numel()}
         self._session.report.incident(
             {
                 "step": self._step,
                 "stage": self._stage,
                 "tensor": self._name,
-                **(unknown if damage is None else damage.for_report()),
+                **description,
                 "retry": ended.route.name,
                 "outcome": ended.outcome,
             }

@@ -46,11 +46,12 @@ def likely_causes(damage: Damage, device_type: str) -> list[str]:
     """Causes that fit, with their sources in brackets. A CPU run has none of an accelerator's."""
     if device_type == "cpu":
         return ["marginal hardware (rocm-libraries#12344)"]
-    return [
-        f"{text} ({source})"
-        for kinds, alignment, text, source in CAUSES
-        if damage.kind in kinds and (not damage.first_offset or damage.alignment >= alignment)
-    ]
+    causes = []
+    for kinds, alignment, text, source in CAUSES:
+        is_aligned = not damage.first_offset or damage.alignment >= alignment
+        if damage.kind in kinds and is_aligned:
+            causes.append(f"{text} ({source})")
+    return causes
 
 
 class Verifier:
@@ -63,20 +64,23 @@ class Verifier:
     def __init__(self, backend: Backend, sender: Sender, session: Session) -> None:
         self.route = FIRST_COPY
         self._recent: deque[Tensor] = deque(maxlen=32)  # up to 64 KiB of each tensor sent, to recognise stale bytes
-        self._backend, self._sender, self._session, self._report = backend, sender, session, session.report
+        self._backend = backend
+        self._sender = sender
+        self._session = session
+        self._report = session.report
         self._helped: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def finish(self, transfer: Transfer, buffer: Tensor, found: Queued | None = None) -> None:
+    def finish(self, transfer: Transfer, buffer: Tensor, arrived: Queued | None = None) -> None:
         """Verify device memory, recover it if needed, let the caller's compute stream wait for it, and count it.
 
-        ``found``: its digest; without one, that which was queued behind the copy, or one that is taken now. What
+        ``arrived``: its digest; without one, that which was queued behind the copy, or one that is taken now. What
         changes while a batch waits is found by the sentinels, after its use.
         """
         begun = time.perf_counter()
         if transfer.verify and transfer.nbytes:
-            found = found or transfer.arrived or self._backend.digest_beside(buffer)
-            if not transfer.matches(found.result()):
+            arrived = arrived or transfer.arrived or self._backend.digest_beside(buffer)
+            if not transfer.matches(arrived.result()):
                 self._recover(transfer, buffer)
             if transfer.source is not None:  # else its sources are kept
                 heads = [_head(segment) for segment in transfer.segments]
@@ -180,14 +184,14 @@ class Verifier:
         return wrong or [(transfer.segments[0], _LATE)]
 
     def _difference(self, transfer: Transfer, segment: Segment, here: Tensor) -> Damage:
-        found = self._backend.read_back(here)
-        damage = examine(found, as_bytes(segment.source)) or _LATE
+        arrived = self._backend.read_back(here)
+        damage = examine(arrived, as_bytes(segment.source)) or _LATE
         with self._lock:
             recent = list(self._recent)
         first = damage.first_offset
         for head in chain(recent, (_head(other) for other in transfer.segments if other is not segment)):
             earlier = head[first : first + damage.length]
-            if earlier.numel() >= 8 and torch.equal(earlier, found[first : first + earlier.numel()]):
+            if earlier.numel() >= 8 and torch.equal(earlier, arrived[first : first + earlier.numel()]):
                 return replace(damage, stale=damage.wrong)
         return damage
 

@@ -63,7 +63,7 @@ def _begin(out: Path, scene: dict[str, Any]) -> bool:
     out.mkdir(exist_ok=True)
     record = read_record(out) or new_record({"stub": 1})
     write_record(out, record)
-    heartbeat.tell_begun(run_id=record.run_id, output_dir=out, resumed_from=scene.get("resumed"))
+    heartbeat.report_begun(run_id=record.run_id, output_dir=out, resumed_from=scene.get("resumed"))
     heartbeat.Heartbeat().beat(step=scene.get("step", 0), phase=scene.get("phase", "step"))
     for step in scene.get("saves", []):
         checkpoint = out / f"checkpoint-{step}"

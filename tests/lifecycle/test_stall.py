@@ -111,7 +111,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 
 
 def watch(work: Callable[[], None], place: Path | None = None, setting: str = "auto") -> None:
-    with watched(setting, rendezvous=place, tell=print, environ={}):
+    with watched(setting, rendezvous=place, report=print, environ={}):
         work()
 
 
@@ -153,7 +153,7 @@ def test_before_the_run_owns_its_directory_the_report_goes_to_the_temporary_one(
         tempfile.tempdir = str(tmp_path)
 
         def hang() -> None:
-            with watched("0.2", rendezvous=None, tell=exits.speak, environ={}) as guard:
+            with watched("0.2", rendezvous=None, report=exits.speak, environ={}) as guard:
                 guard.beat(step=0, phase="save")  # no trainer yet
                 time.sleep(60)
 

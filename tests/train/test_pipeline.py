@@ -25,7 +25,7 @@ from hf_rocm_tune.cards.split import Split
 from hf_rocm_tune.cards.strategy import CardSettings
 from hf_rocm_tune.errors import CorruptionError
 from hf_rocm_tune.models import loss, recompute
-from hf_rocm_tune.models.split import LayerSplit, SplitMover, tell_of_devices
+from hf_rocm_tune.models.split import LayerSplit, SplitMover, set_device_map
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.fit import plan_for
 from hf_rocm_tune.plan.request import PlanRequest
@@ -87,7 +87,7 @@ class Runs:
             recompute.SETTING: False,
         } | options
         with SplitMover(LayerSplit("model.layers", counts), devices, faults=faults) as mover:
-            tell_of_devices(model, mover)
+            set_device_map(model, mover)
             more: dict[str, Any] = {"one_pass_loss": one_pass_loss} if kind is VerifiedSFTTrainer else {}
             if kind is not VerifiedPlainTrainer:
                 more["peft_config"] = LoraConfig(r=4, target_modules="all-linear") if lora else None

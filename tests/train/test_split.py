@@ -126,7 +126,7 @@ def test_optimizer_state_is_placed_with_its_parameter(trainer: Callable[..., Ver
 
 
 def test_a_model_on_two_accelerators_is_neither_moved_nor_replicated(trainer: Callable[..., VerifiedPlain]) -> None:
-    """What `tell_of_devices` says on the model is what makes transformers keep its hands off."""
+    """What `set_device_map` says on the model is what makes transformers keep its hands off."""
     with Mover(CPU) as mover:
         made = trainer(mover)
         assert (made.is_model_parallel, made.place_model_on_device) == (False, True)
