@@ -23,18 +23,22 @@ from hf_rocm_tune.doctor.diagnose import NOTHING_THERE, Diagnosis, all_checks, d
 from hf_rocm_tune.doctor.findings import GROUPS, Check, Evidence, Finding, Status, read_here
 from hf_rocm_tune.errors import CommandParser, CorruptionError, UsageError, checked
 from hf_rocm_tune.machine.sources import links_of
+from hf_rocm_tune.machine.survey import Gpu
 from hf_rocm_tune.paths import can_be_file
 from hf_rocm_tune.redaction import Private, map_strings, one_line, scrub_text
 from hf_rocm_tune.version import __version__
 
 PROGRAM = "hf-rocm-tune doctor"
-NARROWEST, WIDEST = 60, 120
+# Columns of the report in a terminal.
+NARROWEST = 60
+WIDEST = 120
 # The mark of a line, and the word of a count; the gravest first.
 _MARKS: dict[Status, str] = {"fail": "FAIL", "warn": "WARN", "unknown": "?", "info": "note", "ok": "ok", "skipped": "-"}
 _COUNTED = {"fail": "failure", "warn": "warning", "info": "note", "ok": "ok", "unknown": "unknown"}
 _WORST = tuple(_MARKS)
 _VERDICTS = ("no problem found in what was checked", "check the warnings", "not ready to train")
-_INDENT, _LABEL = 6, 8
+_INDENT = 6
+_LABEL = 8
 _SERIAL = re.compile(
     r"\b((?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}|[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|GPU-[0-9a-fA-F]{8,32})\b"
 )
@@ -50,11 +54,13 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(f"--{name} is an option of --drill: add --drill, or leave it out")
     # ``--only links,bar variables`` is three names.
     only = list(filter(None, ",".join(wanted.only).split(",")))
-    checks, began = select(all_checks(), only), time.monotonic()
+    checks = select(all_checks(), only)
+    seconds_at_most = math.inf if wanted.seconds is None else wanted.seconds
+    began = time.monotonic()
     console = Console(stderr=True)
     with console.status("reading the machine, and querying torch") as shown:
 
-        def tell(check: Check) -> None:
+        def show_progress(check: Check) -> None:
             shown.update(check.about)
             if check.measure and not console.is_terminal:  # a log has no line that changes
                 print(f"{PROGRAM}: measuring {check.about}", file=sys.stderr, flush=True)
@@ -65,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
             checks,
             full=wanted.full,
             only=only,
-            seconds_at_most=math.inf if wanted.seconds is None else wanted.seconds,
-            on_check=tell,
+            seconds_at_most=seconds_at_most,
+            on_check=show_progress,
         )
     private = Private.of_this_machine(os.environ)
 
@@ -114,7 +120,10 @@ def _drill(wanted: argparse.Namespace) -> int:
     if wanted.json is not None and wanted.json != Path("-") and not can_be_file(wanted.json):
         raise UsageError(f"--json {wanted.json} is not a file in a directory that exists; choose another")
     counts = {"faults": 10_000, "clean": 1_000_000} if wanted.full else {}
-    counts |= {name: given for name in ("faults", "clean", "seed") if (given := getattr(wanted, name)) is not None}
+    for name in ("faults", "clean", "seed"):
+        given = getattr(wanted, name)
+        if given is not None:
+            counts[name] = given
     for name, count in counts.items():
         least = int(name != "seed")
         if not least <= count < 1 << 32:
@@ -126,7 +135,8 @@ def _drill(wanted: argparse.Namespace) -> int:
         print(done.table())
     if wanted.json is not None:
         _write(wanted.json, json.dumps(done.to_dict()))
-    if failures := done.failures():
+    failures = done.failures()
+    if failures:
         raise CorruptionError(f"the drill failed: {'; '.join(failures)}; do not train on this machine until it passes")
     return 0
 
@@ -168,12 +178,18 @@ def to_dict(diagnosis: Diagnosis, machine: str, seconds: float) -> dict[str, Any
 
 def about(evidence: Evidence) -> str:
     """The machine in one line: cards, processor, kernel and torch."""
-    machine, version = evidence.machine, evidence.software.torch_version
-    cards = [gpu.card.name if gpu.card else f"AMD {gpu.arch or 'GPU'}" for gpu in evidence.candidates]
-    cards = cards or [device.name for device in evidence.devices] or ["no card"]
-    named = " + ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(cards).items())
-    system = f"{machine.platform} {machine.release}"
-    return ", ".join([named, machine.cpu, system, f"torch {version}" if version else "no torch"])
+    machine = evidence.machine
+    cards = [name_of(gpu) for gpu in evidence.candidates] or [device.name for device in evidence.devices] or ["no card"]
+    named = []
+    for name, count in Counter(cards).items():
+        named.append(f"{count} x {name}" if count > 1 else name)
+    version = evidence.software.torch_version
+    torch = f"torch {version}" if version else "no torch"
+    return ", ".join([" + ".join(named), machine.cpu, f"{machine.platform} {machine.release}", torch])
+
+
+def name_of(gpu: Gpu) -> str:
+    return gpu.card.name if gpu.card else f"AMD {gpu.arch or 'GPU'}"
 
 
 def plain(text: str) -> str:
@@ -187,52 +203,84 @@ def lines(diagnosis: Diagnosis, machine: str, seconds: float, width: int, *, ver
     def wrapped(text: str, head: str = "") -> list[str]:
         """The text after a head, which is in the first line only; words are not split."""
         room = max(width - len(head), 1)
-        found = textwrap.wrap(plain(text), room, break_on_hyphens=False, break_long_words=False) or [""]
-        return [((" " * len(head) if number else head) + line).rstrip() for number, line in enumerate(found)]
+        first, *others = textwrap.wrap(plain(text), room, break_on_hyphens=False, break_long_words=False) or [""]
+        indent = " " * len(head)
+        return [(head + first).rstrip(), *((indent + line).rstrip() for line in others)]
 
-    def whole(one: Finding) -> Iterator[str]:
-        subject = f" [{one.subject}]" if one.subject and one.subject not in f"{one.title} {one.text}" else ""
-        yield from wrapped(one.title + subject, f"{_MARKS[one.status]:<{_INDENT}}")
-        yield from wrapped(one.text, " " * _INDENT)
-        parts = [("read", line) for line in one.read] + [("fix", one.fix), ("source", one.source)]
-        for label, text in [*parts, *(("", link) for link in links_of(one.source))]:
+    def whole(finding: Finding) -> Iterator[str]:
+        title = finding.title
+        if finding.subject and finding.subject not in f"{title} {finding.text}":
+            title += f" [{finding.subject}]"
+        yield from wrapped(title, f"{_MARKS[finding.status]:<{_INDENT}}")
+        yield from wrapped(finding.text, " " * _INDENT)
+        parts = [("read", line) for line in finding.read]
+        parts += [("fix", finding.fix), ("source", finding.source)]
+        parts += [("", link) for link in links_of(finding.source)]
+        for label, text in parts:
             if text:
                 yield from wrapped(text, " " * _INDENT + f"{label:<{_LABEL}}")
 
     groups = {check.name: check.group for check in all_checks()}
     by_group: dict[str, list[Finding]] = {}
     skipped: dict[str, list[str]] = {}
-    for one in diagnosis.findings:
-        if one.status != "skipped":
-            by_group.setdefault(groups[one.check], []).append(one)
-        elif verbose or one.text != NOTHING_THERE:
-            skipped.setdefault(one.text, []).append(one.check)
+    for finding in diagnosis.findings:
+        if finding.status != "skipped":
+            by_group.setdefault(groups[finding.check], []).append(finding)
+        elif verbose or finding.text != NOTHING_THERE:
+            skipped.setdefault(finding.text, []).append(finding.check)
     yield from (f"hf-rocm-tune doctor {__version__}", *wrapped(machine), "")
     column = max((len(GROUPS[group]) for group in by_group), default=0)
     for group, findings in by_group.items():
         if verbose:
-            yield from ("", GROUPS[group], *(line for one in findings for line in whole(one)))
+            yield from ("", GROUPS[group])
+            for finding in findings:
+                yield from whole(finding)
         else:
             yield _group_line(GROUPS[group].ljust(column), findings, width)
-    grave = [one for one in diagnosis.findings if one.status in ("fail", "warn") and not verbose]
-    for one in sorted(grave, key=lambda one: _WORST.index(one.status)):
-        yield from ("", *whole(one))
+    if not verbose:
+        grave = [finding for finding in diagnosis.findings if finding.status in ("fail", "warn")]
+        for finding in sorted(grave, key=_gravity):
+            yield from ("", *whole(finding))
     for reason, checks in skipped.items():
         yield from wrapped(f"not run: {', '.join(dict.fromkeys(checks))}: {reason}", f"{'-':<{_INDENT}}")
-    counts = [(diagnosis.count(status), status, word) for status, word in _COUNTED.items()]
-    several = {"fail", "warn", "info"}
-    summary = ", ".join(f"{n} {word}{'s' * (n > 1 and status in several)}" for n, status, word in counts if n)
-    verdict = f"Verdict: {_VERDICTS[diagnosis.exit_code]}{'' if verbose else '; -v shows all of it'}."
-    yield from ("", *wrapped(f"{summary or 'nothing was checked'}; {seconds:.0f} s. {verdict}"))
+    more = "" if verbose else "; -v shows all of it"
+    verdict = f"Verdict: {_VERDICTS[diagnosis.exit_code]}{more}."
+    yield from ("", *wrapped(f"{_summary(diagnosis)}; {seconds:.0f} s. {verdict}"))
+
+
+def _gravity(finding: Finding) -> int:
+    """The worst first."""
+    return _WORST.index(finding.status)
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    """How many findings there are of each status."""
+    counts = []
+    for status, word in _COUNTED.items():
+        count = diagnosis.count(status)
+        if count > 1 and status in ("fail", "warn", "info"):
+            word += "s"
+        if count:
+            counts.append(f"{count} {word}")
+    return ", ".join(counts) or "nothing was checked"
 
 
 def _group_line(title: str, findings: Sequence[Finding], width: int) -> str:
     """One line: what is not in order first, then what is, as far as there is room, and how many more."""
-    ordered = sorted(findings, key=lambda one: _WORST.index(one.status))
-    titles = list(dict.fromkeys(f"{one.check} unknown" if one.status == "unknown" else one.title for one in ordered))
-    room, more = width - _INDENT - len(title) - 2, 0
-    while len(text := plain(", ".join([*titles, *([f"{more} more"] if more else [])]))) > room and len(titles) > 1:
+    ordered = sorted(findings, key=_gravity)
+    titles = []
+    for finding in ordered:
+        text = finding.title
+        if finding.status == "unknown":
+            text = f"{finding.check} unknown"
+        if text not in titles:
+            titles.append(text)
+    room = width - _INDENT - len(title) - 2
+    text = plain(", ".join(titles))
+    more = 0
+    while len(text) > room and len(titles) > 1:
         titles.pop()
         more += 1
+        text = plain(", ".join([*titles, f"{more} more"]))
     text = textwrap.shorten(text, room, placeholder=" ...")
     return f"{_MARKS[ordered[0].status]:<{_INDENT}}{title}  {text}"

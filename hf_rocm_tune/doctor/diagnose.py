@@ -26,7 +26,8 @@ MODULE = "hf_rocm_tune.doctor.diagnose"
 NOTHING_THERE = "not applicable on this machine"
 _HUNG = ("measurement_hung", "pair_hung")
 _ENOUGH_HANGS = 2
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB = 1 << 20
+_GIB = 1 << 30
 
 MEASURED = (
     Check("round_trip", "transfers", "copies to the card and back, by size, dtype and kind, cold and warm",
@@ -68,7 +69,11 @@ class Diagnosis:
     @property
     def exit_code(self) -> int:
         """0 ok, 1 warnings, 2 failures. Unknown and skipped checks count as neither."""
-        return 2 if self.count("fail") else 1 if self.count("warn") else 0
+        if self.count("fail"):
+            return 2
+        if self.count("warn"):
+            return 1
+        return 0
 
     def count(self, status: str) -> int:
         return sum(finding.status == status for finding in self.findings)
@@ -83,15 +88,22 @@ def all_checks() -> list[Check]:
 
 def select(checks: Sequence[Check], only: Sequence[str]) -> list[Check]:
     """The checks with the given names of checks or groups (the group, if a name is both); all by default."""
-    if wrong := sorted(set(only) - {name for check in checks for name in (check.name, check.group)}):
+    names = {check.name for check in checks} | {check.group for check in checks}
+    wrong = sorted(set(only) - names)
+    if wrong:
         raise UsageError(f"there is no check or group {', '.join(wrong)}: `hf-rocm-tune doctor --help` names them all")
-    return [check for check in checks if not only or {check.name, check.group} & set(only)]
+    if not only:
+        return [*checks]
+    return [check for check in checks if check.name in only or check.group in only]
 
 
 def listing() -> str:
     """The groups, with their checks."""
-    names = {group: ", ".join(one.name for one in all_checks() if one.group == group) for group in GROUPS}
-    return "; ".join(f"{group} ({checks})" for group, checks in names.items())
+    groups = []
+    for group in GROUPS:
+        names = ", ".join(check.name for check in all_checks() if check.group == group)
+        groups.append(f"{group} ({names})")
+    return "; ".join(groups)
 
 
 def diagnose(
@@ -115,9 +127,11 @@ def diagnose(
     findings: list[Finding] = []
     seconds: dict[str, float] = {}
     for check in checks:
-        if check is links.AFTER and not any(one.name in seconds for one in MEASURED) and check.name not in only:
+        has_measured = any(measured.name in seconds for measured in MEASURED)
+        if check is links.AFTER and not has_measured and check.name not in only:
             continue
-        if why_not := _why_not(check, evidence, findings):
+        why_not = _why_not(check, evidence, findings)
+        if why_not:
             if evidence.card_count >= check.needs_cards:
                 findings.append(replace(skipped(why_not), check=check.name))
             continue
@@ -129,17 +143,19 @@ def diagnose(
         on_check(check)
         made: list[Finding] = []
         try:
-            for finding in (
-                check.run(evidence) if check.run else _measure(check, evidence, full=full, left_s=ends - began)
-            ):
+            if check.run:
+                results: Iterable[Finding] = check.run(evidence)
+            else:
+                results = _measure(check, evidence, full=full, left_s=ends - began)
+            for finding in results:
                 made.append(replace(finding, check=check.name))
         except Exception as error:  # a bug of ours in one check must not hide other findings
             made.append(crashed(check.name, error))
         seconds[check.name] = round(time.monotonic() - began, 3)
         findings += made or [replace(skipped(NOTHING_THERE), check=check.name)]
     for name in only:
-        of_name = {check.name for check in checks if name in (check.name, check.group) and check is not links.AFTER}
-        if of_name and all(one.text == NOTHING_THERE for one in findings if one.check in of_name):
+        named = {check.name for check in checks if name in (check.name, check.group)} - {links.AFTER.name}
+        if named and all(finding.text == NOTHING_THERE for finding in findings if finding.check in named):
             raise UsageError(f"--only {name}: nothing was checked, because it is {NOTHING_THERE}")
     return Diagnosis(findings=tuple(findings), seconds=seconds)
 
@@ -147,18 +163,21 @@ def diagnose(
 def crashed(name: str, error: Exception) -> Finding:
     """The finding that a check, or reading the machine, ended with an error of ours."""
     text = f"the check {name} ended with {one_line(error)}: a bug of this project, not a finding about your machine"
-    fix, source = "please report it with the output of `hf-rocm-tune doctor --json`", f"this project: {MODULE}"
+    fix = "please report it with the output of `hf-rocm-tune doctor --json`"
+    source = f"this project: {MODULE}"
     return replace(warn("check_crashed", "A check failed with an error", text, fix, source), check=name)
 
 
 def _why_not(check: Check, evidence: Evidence, findings: Iterable[Finding]) -> str:
     """Why a check is not run; empty if it runs."""
-    seen, software = evidence.seen_cards, evidence.software
+    software = evidence.software
     if check.measure and not evidence.devices:
         reason = software.problems.get("devices", f"torch {software.torch_version} lists no device")
         return f"torch sees no accelerator: {reason}"
-    if check.needs_cards > (len(seen) if check.measure else evidence.card_count):
-        return f"it needs {check.needs_cards} cards, and torch sees {len(seen)} of {evidence.card_count}"
+    seen = len(evidence.seen_cards)
+    usable = seen if check.measure else evidence.card_count
+    if check.needs_cards > usable:
+        return f"it needs {check.needs_cards} cards, and torch sees {seen} of {evidence.card_count}"
     # Every hang takes minutes, and a driver that hung in two checks will hang again.
     hung = dict.fromkeys(finding.check for finding in findings if finding.row in _HUNG)
     if not check.measure or len(hung) < _ENOUGH_HANGS:
@@ -168,11 +187,18 @@ def _why_not(check: Check, evidence: Evidence, findings: Iterable[Finding]) -> s
 
 def _measure(check: Check, evidence: Evidence, *, full: bool, left_s: float) -> list[Finding]:
     """A measured check on this machine's devices, which all together have ``left_s`` seconds."""
-    check = replace(check, deadline_s=min(check.full_deadline_s if full else check.deadline_s, max(left_s, 1.0)))
-    options = {**check.options, **(check.full if full else {}), "hip": evidence.software.build == "rocm"}
+    deadline_s = check.full_deadline_s if full else check.deadline_s
+    check = replace(check, deadline_s=min(deadline_s, max(left_s, 1.0)))
+    options = {**check.options}
+    if full:
+        options |= check.full
+    options["hip"] = evidence.software.build == "rocm"
     if check.needs_cards:
         return run_measured(check, {**options, "devices": list(map(_device, evidence.seen_cards))})
-    return [finding for device in evidence.devices for finding in run_measured(check, {**options, **_device(device)})]
+    findings: list[Finding] = []
+    for device in evidence.devices:
+        findings += run_measured(check, {**options, **_device(device)})
+    return findings
 
 
 def _device(device: TorchDevice) -> dict[str, Any]:
@@ -184,7 +210,8 @@ def run_measured(check: Check, request: Mapping[str, Any]) -> list[Finding]:
     if check.needs_cards:
         return _call(check, {**request, "deadline_s": check.deadline_s, "about": check.about})
     # A card is named with its address, which does not depend on filters of visible devices.
-    device, address = request["device"], request.get("address")
+    device = request["device"]
+    address = request.get("address")
     subject = f"{device} at {address}" if address else str(device)
 
     def in_child(environ: Mapping[str, str | None]) -> list[Finding]:
@@ -193,17 +220,27 @@ def run_measured(check: Check, request: Mapping[str, Any]) -> list[Finding]:
         if outcome.result is None:
             return [failure(check.about, outcome, subject=subject)]
         made = [Finding(**values) for values in outcome.result["findings"]]
-        return [replace(one, subject=subject) if one.subject == device else one for one in made]
+        return [replace(finding, subject=subject) if finding.subject == device else finding for finding in made]
 
     findings = in_child({})
-    if not (check.again and request.get("hip") and any(one.status == "fail" for one in findings)):
+    if not (check.again and request.get("hip") and _has_failed(findings)):
         return findings
     # A process reads these variables once: another one tells whether they are the cause.
-    same = any(one.status == "fail" for one in in_child(check.again))
-    without = all(value is None for value in check.again.values())
-    settings = "without allocator settings" if without else " ".join(f"{k}={v}" for k, v in check.again.items())
-    told = f"{settings}: {'the same' if same else 'right, so that is involved'}"
-    return [one if one.status == "ok" else replace(one, read=(*one.read, told)) for one in findings]
+    settings = " ".join(f"{name}={value}" for name, value in check.again.items())
+    if all(value is None for value in check.again.values()):
+        settings = "without allocator settings"
+    result = "the same" if _has_failed(in_child(check.again)) else "right, so that is involved"
+    evidence = f"{settings}: {result}"
+    noted = []
+    for finding in findings:
+        if finding.status != "ok":
+            finding = replace(finding, read=(*finding.read, evidence))
+        noted.append(finding)
+    return noted
+
+
+def _has_failed(findings: Iterable[Finding]) -> bool:
+    return any(finding.status == "fail" for finding in findings)
 
 
 def _call(check: Check, request: dict[str, Any]) -> list[Finding]:

@@ -64,7 +64,8 @@ with the tensor's name; reported, and correct at the end; ended by an error, and
 reported, or wrong bytes that counted as verified. Last: reports of tensors without a fault."""
 _TARGET = "target"  # the tensor with the fault; in a batch, its neighbours must arrive correctly
 _POOL_BYTES = 1 << 20
-_ORDINARY_BYTES, _LARGE_EVERY = 1024, 50
+_ORDINARY_BYTES = 1024
+_LARGE_EVERY = 50
 
 Tally = Counter[str]
 Value = TypeVar("Value")
@@ -91,10 +92,10 @@ class Drill:
     def failures(self) -> list[str]:
         """Counts of missed faults, false alarms and the like, one text each; empty if there are none."""
         # Faults that occur once can be recovered from, except in memory at rest.
-        once = [one for (kind, persist), one in self.faults.items() if not persist and kind != "after"]
+        once = [tally for (kind, persist), tally in self.faults.items() if not persist and kind != "after"]
         counts = {
             "faults missed": self.total["missed"] + self.clean["missed"],
-            "faults that occurred once not recovered": sum(one["detected"] - one["recovered"] for one in once),
+            "faults that occurred once not recovered": sum(tally["detected"] - tally["recovered"] for tally in once),
             "false alarms": self.total["false alarms"] + self.clean["false alarms"],
             f"transfers corrupted by this machine itself (the first: {self.example})": self.clean["corrupted"],
         }
@@ -104,7 +105,7 @@ class Drill:
         def counts(tally: Tally, names: Iterable[str] = COUNTS) -> dict[str, int]:
             return {name: tally[name] for name in names}
 
-        rows = [{"kind": kind, "persist": often, **counts(one)} for (kind, often), one in self.faults.items()]
+        rows = [{"kind": kind, "persist": persist, **counts(tally)} for (kind, persist), tally in self.faults.items()]
         about = {"device": self.device, "seed": self.seed, "torch": torch.__version__}
         clean = counts(self.clean, ("transfers", "false alarms", "corrupted", "missed"))
         result = {"faults": rows, "faults_total": counts(self.total), "clean": clean}
@@ -116,11 +117,15 @@ class Drill:
             f"drill on {self.device}, seed {self.seed}, {self.seconds:.0f} s\n",
             f"{'fault':<11} {'hits':<6}" + "".join(f"{name:>13}" for name in COUNTS),
         ]
-        rows = {(kind, "always" if persist else "once"): one for (kind, persist), one in self.faults.items()}
-        for (kind, hits), tally in {**rows, ("all", ""): self.total}.items():
-            # `after` is found by a sentinel's digest; a run recovers or stops then.
-            found = ["-" if kind == "after" and name in COUNTS[2:4] else f"{tally[name]:,}" for name in COUNTS]
-            lines.append(f"{kind:<11} {hits:<6}" + "".join(f"{value:>13}" for value in found))
+        rows = []
+        for (kind, persist), tally in self.faults.items():
+            rows.append((kind, "always" if persist else "once", tally))
+        rows.append(("all", "", self.total))
+        for kind, hits, tally in rows:
+            cells = {name: f"{tally[name]:,}" for name in COUNTS}
+            if kind == "after":  # it is found by a sentinel's digest; a run recovers or stops then
+                cells |= dict.fromkeys(COUNTS[2:4], "-")
+            lines.append(f"{kind:<11} {hits:<6}" + "".join(f"{cell:>13}" for cell in cells.values()))
         counts = ", ".join(f"{self.clean[name]} {name}" for name in ("false alarms", "corrupted", "missed"))
         verdict = "; ".join(self.failures()) or "every fault was found, without a false alarm"
         lines += [f"\nclean        {self.clean['transfers']:,} transfers: {counts}", f"verdict      {verdict}"]
@@ -131,18 +136,22 @@ def run(device: str | None, *, faults: int = 2000, clean: int = 5000, seed: int 
     """Run a drill. Shows a progress bar on a terminal; writes nothing."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no accelerator; drill on the CPU with --device cpu")
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not device:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = torch.device(device)
     name = f"cpu ({platform.processor() or platform.machine()})"
     if target.type == "cuda":
-        name = f"{'hip' if torch.version.hip else 'cuda'} ({torch.cuda.get_device_name(target)})"
-    began, console = time.perf_counter(), Console(file=sys.stderr)
+        platform_name = "hip" if torch.version.hip else "cuda"
+        name = f"{platform_name} ({torch.cuda.get_device_name(target)})"
+    began = time.perf_counter()
+    console = Console(file=sys.stderr)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         advance = partial(bar.advance, bar.add_task("faults", total=faults))
-        found = inject(target, faults=faults, seed=seed, on_fault=advance)
+        injected = inject(target, faults=faults, seed=seed, on_fault=advance)
         advance = partial(bar.advance, bar.add_task("clean transfers", total=clean))
         sent, example = send_clean(target, transfers=clean, seed=seed, on_transfer=advance)
     seconds = time.perf_counter() - began
-    return Drill(device=name, seed=seed, faults=found, clean=sent, example=example, seconds=seconds)
+    return Drill(device=name, seed=seed, faults=injected, clean=sent, example=example, seconds=seconds)
 
 
 class Samples:
@@ -156,11 +165,13 @@ class Samples:
         mask = torch.ones(_POOL_BYTES // 8, dtype=torch.int64)
         self._pools = [noise, noise, ids.view(torch.uint8), mask.view(torch.uint8)]
         self._bools = torch.randint(0, 2, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
-        self._dtypes, self._sizes = self._shuffled(DTYPES), self._shuffled(SIZES)
+        self._dtypes = self._shuffled(DTYPES)
+        self._sizes = self._shuffled(SIZES)
 
     def tensor(self, *, largest: int = SIZES[-1]) -> Tensor:
         """The next tensor, of about `largest` bytes at most; all dtypes and sizes occur equally often."""
-        dtype, nbytes = next(self._dtypes), next(self._sizes)
+        dtype = next(self._dtypes)
+        nbytes = next(self._sizes)
         if self._rng.random() < 0.5:
             nbytes = int(2 ** self._rng.uniform(0, nbytes.bit_length()))
         count = max(min(nbytes, largest) // dtype.itemsize, 1)
@@ -183,7 +194,8 @@ class Samples:
 
 def _taken(mover: Mover) -> list[dict[str, Any]]:
     """The incidents of the last transfer."""
-    taken, mover.report._incidents = mover.report._incidents, []
+    taken = mover.report._incidents
+    mover.report._incidents = []
     return taken
 
 
@@ -232,11 +244,15 @@ def inject(
             for key in tallies
         }
         for number, (kind, persist, stage) in enumerate(CELLS):
-            mover, tally = movers[kind, persist], tallies[kind, persist]
-            wanted = tally["injected"] + faults // len(CELLS) + (number < faults % len(CELLS))
-            while (before := tally["injected"]) < wanted:
+            mover = movers[kind, persist]
+            tally = tallies[kind, persist]
+            fault = _memory_fault if kind == "after" else _transfer_fault
+            wanted = tally["injected"] + faults // len(CELLS)
+            if number < faults % len(CELLS):
+                wanted += 1
+            while tally["injected"] < wanted:
                 # A fault may change nothing: a swap in a tensor of one word does not.
-                fault = _memory_fault if kind == "after" else _transfer_fault
+                before = tally["injected"]
                 tally.update(fault(mover, samples.sent(stage, samples.tensor()), stage))
                 if tally["injected"] > before:
                     on_fault()
@@ -250,7 +266,9 @@ def _injected(mover: Mover) -> int:
 def _transfer_fault(mover: Mover, tensors: dict[str, Tensor], stage: str) -> Tally:
     before = _injected(mover)
     arrived, error = _send(mover, stage, tensors)
-    stopped, rows, changed = error is not None, _taken(mover), _injected(mover) > before
+    stopped = error is not None
+    rows = _taken(mover)
+    changed = _injected(mover) > before
     named = any(row["tensor"] == _TARGET for row in rows)
     wrong = any(not _same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
     verified = any(mover.was_verified(tensor) for tensor in arrived.values())
@@ -268,9 +286,14 @@ def _memory_fault(mover: Mover, tensors: dict[str, Tensor], stage: str) -> Tally
     """A weight that is corrupted after its verdict is found by another digest, as the sentinel does."""
     before = _injected(mover)
     weight = mover.move(tensors[_TARGET], name=_TARGET)
-    changed, differs = _injected(mover) > before, digest(weight) != mover.digest_of(weight)
-    counts = {"injected": int(changed), "detected": int(changed and differs), "missed": int(changed and not differs)}
-    return Counter(counts | {"false alarms": int(differs and not changed) + len(_taken(mover))})
+    changed = _injected(mover) > before
+    differs = digest(weight) != mover.digest_of(weight)
+    return Counter({
+        "injected": int(changed),
+        "detected": int(changed and differs),
+        "missed": int(changed and not differs),
+        "false alarms": int(differs and not changed) + len(_taken(mover)),
+    })  # fmt: skip
 
 
 def send_clean(
@@ -280,7 +303,10 @@ def send_clean(
 
     ``mover``: to use instead of a new one. Returns `Drill.clean` and the example.
     """
-    found, example, samples, rng = Counter[str](), "", Samples(seed + 1), random.Random(seed)
+    tally: Tally = Counter()
+    example = ""
+    samples = Samples(seed + 1)
+    rng = random.Random(seed)
     with mover or _mover(device) as sender:
         for number in range(transfers):
             # Most are small: the number of verdicts limits the rate of false alarms, not their bytes.
@@ -288,12 +314,16 @@ def send_clean(
             stage = STAGES[number % len(STAGES)]
             tensors = samples.sent(stage, samples.tensor(largest=largest))
             arrived, error = _send(sender, stage, tensors)
-            example = example or (str(error) if error else "")
+            if error and not example:
+                example = str(error)
             for row in _taken(sender):
-                # "late": it was correct when read again, which may be a false verdict as well.
-                found["false alarms" if row["kind"] == "late" else "corrupted"] += 1
+                if row["kind"] == "late":  # it was correct when read again, which may be a false verdict as well
+                    tally["false alarms"] += 1
+                else:
+                    tally["corrupted"] += 1
                 example = example or f"{row['stage']} tensor: {row['kind']}, {row['outcome']}"
-            found["missed"] += sum(not _same_bytes(tensor, tensors[name]) for name, tensor in arrived.items())
-            found["transfers"] += 1
+            wrong = [name for name, tensor in arrived.items() if not _same_bytes(tensor, tensors[name])]
+            tally["missed"] += len(wrong)
+            tally["transfers"] += 1
             on_transfer()
-    return found, example
+    return tally, example

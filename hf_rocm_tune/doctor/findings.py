@@ -155,22 +155,28 @@ class Check:
 
 def failure(what: str, outcome: Outcome, *, subject: str) -> Finding:
     """The finding on a child that hung, died or left garbage, by what it was to find out and of what (`subject`)."""
-    how, source = f"the measuring process {outcome.how}", "ROCm/amdgpu#225"
-    read = [how, *[line for line in map(str.strip, outcome.tail.splitlines()) if line][-_TAIL_LINES:]]
+    how = f"the measuring process {outcome.how}"
+    tail = [line.strip() for line in outcome.tail.splitlines() if line.strip()]
+    read = [how, *tail[-_TAIL_LINES:]]
     if outcome.error.startswith("OutOfMemoryError"):
         return unknown(f"not enough memory is free: {outcome.error}", subject=subject, read=read)
     if outcome.error and not outcome.error.startswith(DEVICE_ERRORS):
         return unknown(f"{how}: a bug of ours, or a broken installation", subject=subject, read=read)
-    row, title, text = "measurement_died", "A measurement's process died or left no result", f"{what}: {how}"
-    fix = "look for amdgpu lines in `dmesg` (a page fault, a reset, `Out of memory`); run this check alone (--only)"
+    text = f"{what}: {how}"
     if outcome.error:
-        row, title = "measurement_refused", "The device refused a measurement"
+        row = "measurement_refused"
+        title = "The device refused a measurement"
         fix = "see the findings on software and access first: a wheel without this architecture, a missing permission"
         source = "TheRock#5543; TheRock RELEASES.md; uv#21683"
-    elif outcome.status == "timeout":
-        row, title = "measurement_hung", "A measurement did not return"
+        return fail(row, title, text, fix, source, subject=subject, read=read)
+    row = "measurement_died"
+    title = "A measurement's process died or left no result"
+    fix = "look for amdgpu lines in `dmesg` (a page fault, a reset, `Out of memory`); run this check alone (--only)"
+    if outcome.status == "timeout":
+        row = "measurement_hung"
+        title = "A measurement did not return"
         text += ", and was killed. Such a driver or card hangs in training, too"
-    return fail(row, title, text, fix, source, subject=subject, read=read)
+    return fail(row, title, text, fix, "ROCm/amdgpu#225", subject=subject, read=read)
 
 
 def one_line(error: Exception) -> str:
@@ -182,19 +188,33 @@ def problem_lines(problems: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for problem in problems[:_SHOWN_PROBLEMS]:
         damage = problem.get("damage")
-        lines.append(f"{problem['case']}: {_damage_words(damage) if damage else 'correct when read back'}")
+        what = _damage_words(damage) if damage else "correct when read back"
+        lines.append(f"{problem['case']}: {what}")
     left = len(problems) - _SHOWN_PROBLEMS
-    return [*lines, f"and {left} more"] if left > 0 else lines
+    if left > 0:
+        lines.append(f"and {left} more")
+    return lines
 
 
 def _damage_words(damage: Mapping[str, Any]) -> str:
     """One line about a ``Damage``: how much, where, how aligned, and what is there instead."""
-    wrong, first = damage["wrong"], damage["first_offset"]
-    kinds = {"zeros": "zeros", "poison": "poison (never written)", "stale": "of an earlier transfer"}
-    kinds |= {"flips": "differ in one bit"}
-    shares = [f"{100 * damage[k] / wrong:.0f} % {words}" for k, words in kinds.items() if damage[k] / wrong >= 0.01]
+    wrong = damage["wrong"]
+    first = damage["first_offset"]
+    kinds = {
+        "zeros": "zeros",
+        "poison": "poison (never written)",
+        "stale": "of an earlier transfer",
+        "flips": "differ in one bit",
+    }
+    shares = []
+    for kind, words in kinds.items():
+        share = damage[kind] / wrong
+        if share >= 0.01:
+            shares.append(f"{100 * share:.0f} % {words}")
+    aligned = ""
     unit = next((words for size, words in _UNITS if damage["alignment"] >= size), None)
-    aligned = "" if unit is None else f" ({'' if first else 'the run is '}a multiple of {unit})"
+    if unit is not None:
+        aligned = f" (a multiple of {unit})" if first else f" (the run is a multiple of {unit})"
     return (
         f"{wrong:,} of {damage['nbytes']:,} bytes wrong, the first at offset {first:,}{aligned}, in a run of "
         f"{damage['length']:,}; {', '.join(shares) or 'other bytes'}; found {damage['found']} instead of "

@@ -14,13 +14,17 @@ from hf_rocm_tune.doctor.findings import Check, Evidence, Finding, fail, note, o
 from hf_rocm_tune.machine.gpus import Link
 from hf_rocm_tune.machine.survey import Gpu, survey
 
-X4_GB_S, X8_GB_S = 8.0, 16.0
+X4_GB_S = 8.0
+X8_GB_S = 16.0
 """Rates below which a link is that of four, or eight, lanes of PCIe 4.0."""
-_MIB, _GIB = 1 << 20, 1 << 30
-_SYSFS, _AER = "kernel documentation: sysfs-bus-pci", "kernel documentation: PCI Express AER"
+_MIB = 1 << 20
+_GIB = 1 << 30
+_SYSFS = "kernel documentation: sysfs-bus-pci"
+_AER = "kernel documentation: PCI Express AER"
 _AER_SOURCES = f"{_AER}; rocm-libraries#12344"
 _BAR = "kernel documentation: amdgpu module parameters; ROCm/ROCm#6342"
-_RATES, _SLOTS = f"{_SYSFS}; ROCm/ROCm#2253", "rocm.docs radeon-ryzen docs-5.7.0: limitations; ROCm/ROCm#2429"
+_RATES = f"{_SYSFS}; ROCm/ROCm#2253"
+_SLOTS = "rocm.docs radeon-ryzen docs-5.7.0: limitations; ROCm/ROCm#2429"
 _SEAT = "reseat the card, try another slot or no riser, run stock clocks"
 _EXPECTED = {
     (16.0, 16): "; 28 to 29 were measured on a 7900 XTX",
@@ -47,7 +51,9 @@ def narrowest(path: Sequence[Link]) -> LinkRate | None:
     """The slowest link between a card and the processor, at the speed that both ends support (an idle link runs
     slower); None if width or speed of one of them is unknown."""
     rates = [LinkRate(link.width or 0, link.able or 0.0, link.device) for link in path]
-    return min(rates, key=lambda one: one.gb_s) if rates and all(one.gb_s for one in rates) else None
+    if not rates or not all(rate.gb_s for rate in rates):
+        return None
+    return min(rates, key=lambda rate: rate.gb_s)
 
 
 def _links(evidence: Evidence) -> Iterator[Finding]:
@@ -67,10 +73,10 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
 
 def _silent(evidence: Evidence, gpu: Gpu) -> Finding:
     """A card whose link reads as all ones: it sleeps, or is gone."""
-    managed, source = evidence.machine.amdgpu.get("runpm") != "0", "TheRock#8232; kernel documentation: sysfs-bus-pci"
-    state = (
-        f"{gpu.address}: its link reads as all ones, and its power management says {gpu.runtime_status or 'nothing'}"
-    )
+    managed = evidence.machine.amdgpu.get("runpm") != "0"
+    source = "TheRock#8232; kernel documentation: sysfs-bus-pci"
+    status = gpu.runtime_status or "nothing"
+    state = f"{gpu.address}: its link reads as all ones, and its power management says {status}"
     if any(known is gpu for _, known in evidence.joined):
         return note("card_slept", "the card slept", f"{state}; torch has woken it since",
                     "run `doctor` again for the state of the link", source, gpu.address)  # fmt: skip
@@ -86,10 +92,12 @@ def _silent(evidence: Evidence, gpu: Gpu) -> Finding:
 
 
 def _link(evidence: Evidence, gpu: Gpu) -> Finding:
-    if (slowest := narrowest(gpu.upward.links)) is None:
+    slowest = narrowest(gpu.upward.links)
+    if slowest is None:
         ends = [evidence.machine.why(link.device, "current_link") for link in gpu.upward.links]
         return unknown("; ".join(ends) or "the links to the processor could not be read", subject=gpu.address)
-    width, rate = slowest.width, slowest.gb_s
+    width = slowest.width
+    rate = slowest.gb_s
     text = (
         f"the narrowest link between {gpu.address} and the processor, at {slowest.where}, has {width} lanes at up to "
         f"{slowest.speed:g} GT/s: {rate:.1f} GB/s each way by arithmetic{_EXPECTED.get((slowest.speed, width), '')}"
@@ -103,8 +111,8 @@ def _link(evidence: Evidence, gpu: Gpu) -> Finding:
         text = f"{text}. The card itself has no more lanes"
         return ok("link_whole", f"PCIe x{width}, all lanes of the card", text, _RATES, subject=gpu.address, read=read)
     if rate < X4_GB_S:
-        text, title = f"{text}. That makes transfers slow, not wrong", f"x{width} link: {rate:.1f} GB/s at most"
-        return warn("link_narrow", title, text, fix, _RATES, gpu.address, read)
+        text += ". That makes transfers slow, not wrong"
+        return warn("link_narrow", f"x{width} link: {rate:.1f} GB/s at most", text, fix, _RATES, gpu.address, read)
     if rate < X8_GB_S and evidence.card_count < 2:
         return note("link_half", f"PCIe x{width}, {rate:.0f} GB/s", text, fix, _RATES, gpu.address, read)
     return ok("link_ok", f"PCIe x{width}", text, _RATES, subject=gpu.address, read=read)
@@ -112,7 +120,8 @@ def _link(evidence: Evidence, gpu: Gpu) -> Finding:
 
 def _bar(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
-        window, vram = gpu.bar_bytes, gpu.vram_bytes
+        window = gpu.bar_bytes
+        vram = gpu.vram_bytes
         if window is None or not vram:
             why = evidence.machine.why(gpu.address, "resource") if vram else "the card's memory size is not known"
             yield unknown(why, subject=gpu.address)
@@ -135,9 +144,10 @@ def _graver_with_two(evidence: Evidence) -> Callable[..., Finding]:
 
 def _errors(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
+        wrong = _uncorrected(gpu.aer)
         if not gpu.aer:
             yield unknown(evidence.machine.why(gpu.address, "aer_dev"), subject=gpu.address)
-        elif wrong := _uncorrected(gpu.aer):
+        elif wrong:
             yield warn("aer_errors", "The PCIe link has uncorrected errors",
                        f"{gpu.address} counted {wrong} errors since boot: a riser, a slot or a power supply?",
                        f"{_SEAT}; read the counter again under load: a rising count matters", _AER_SOURCES,
@@ -145,8 +155,8 @@ def _errors(evidence: Evidence) -> Iterator[Finding]:
         else:
             corrected = gpu.aer.get("correctable", 0)
             text = f"{gpu.address}: since boot; what was corrected was sent again, so nothing was lost"
-            yield ok("aer_clean", f"{corrected:,} corrected errors" if corrected else "no errors", text, _AER,
-                     subject=gpu.address)  # fmt: skip
+            title = f"{corrected:,} corrected errors" if corrected else "no errors"
+            yield ok("aer_clean", title, text, _AER, subject=gpu.address)
 
 
 def _errors_since(evidence: Evidence) -> Iterator[Finding]:
@@ -156,7 +166,8 @@ def _errors_since(evidence: Evidence) -> Iterator[Finding]:
         after = now.get(gpu.address, {})
         grown = {kind: after[kind] - count for kind, count in gpu.aer.items() if after.get(kind, 0) > count}
         read = [f"{kind}: {gpu.aer[kind]:,} before, {after[kind]:,} after" for kind in grown]
-        if wrong := _uncorrected(grown):
+        wrong = _uncorrected(grown)
+        if wrong:
             yield fail("aer_rising", "Uncorrected PCIe errors during the measurements",
                        f"{gpu.address} counted {wrong} more errors while this doctor ran",
                        f"{_SEAT}; do not train on it before the counter stops rising", _AER_SOURCES, gpu.address,

@@ -36,24 +36,32 @@ def pairs(request: Mapping[str, Any]) -> list[Finding]:
     options: dict[str, Any] = {name: request.get(name) for name in ("deadline_s", "largest", "repeats")}
     findings = []
     for pair in itertools.permutations(request["devices"], 2):
-        trial, again = try_pair(*pair, environ={}, **options), None
+        source, destination = pair
+        trial = try_pair(source, destination, environ={}, **options)
+        again = None
         if trial.verdict != "right" and request.get("hip"):
-            again = try_pair(*pair, environ=_WITHOUT_ENGINES, **options).reason
-        source, destination = (each["device"] for each in pair)
-        findings.append(assess_pair(source, destination, trial, again, str(request.get("about", ""))))
+            again = try_pair(source, destination, environ=_WITHOUT_ENGINES, **options).reason
+        about = str(request.get("about", ""))
+        findings.append(assess_pair(source["device"], destination["device"], trial, again, about))
     return findings
 
 
 def assess_pair(source: str, destination: str, trial: Trial, again: str | None, about: str) -> Finding:
     """The finding on one pair; ``again`` is the result without the engines for peer copies."""
-    way, subject = f"{source} to {destination}", f"{source}->{destination}"
+    way = f"{source} to {destination}"
+    subject = f"{source}->{destination}"
     seen = [f"with HSA_ENABLE_PEER_SDMA=0: {again}"] if again else []
     result = trial.outcomes[0].result
     if result is None:
         base = failure(about, trial.outcomes[0], subject=subject)
-        if base.status == "unknown" or trial.verdict == "untried":
-            return base if base.status == "unknown" else unknown(trial.reason, subject=subject, read=base.read)
-        row, what = ("pair_hung", "do not return") if trial.verdict == "hung" else ("pair_died", "end the process")
+        if base.status == "unknown":
+            return base
+        if trial.verdict == "untried":
+            return unknown(trial.reason, subject=subject, read=base.read)
+        if trial.verdict == "hung":
+            row, what = "pair_hung", "do not return"
+        else:
+            row, what = "pair_died", "end the process"
         return fail(row, f"Copies {way} {what}",
                     f"the measuring process for copies from {way} {trial.outcomes[0].how}",
                     f"look in `dmesg` for a page fault of amdgpu; move a card from a slot of the chipset. {_IOMMU}",
@@ -84,12 +92,13 @@ def assess_pair(source: str, destination: str, trial: Trial, again: str | None, 
 
 def all_reduce(request: Mapping[str, Any]) -> list[Finding]:
     """Sums over all cards by the trials of a run's preflight: RCCL, else without peer copies, else gloo."""
-    found = try_machine(request["devices"], environ={}, limit_s=request["deadline_s"])
-    if found.method == "ddp":
+    choice = try_machine(request["devices"], environ={}, limit_s=request["deadline_s"])
+    if choice.method == "ddp" and not choice.shown:
+        return [unknown(choice.reason, read=choice.evidence)]
+    if choice.method == "ddp":
         text = "on all ranks, for all tested sizes and dtypes"
-        right = ok("all_reduce_right", "sums over RCCL", text, "rccl#1129", read=found.evidence)
-        return [right if found.shown else unknown(found.reason, read=found.evidence)]
-    row, end, fix = _INSTEAD[found.method]
-    text = f"{found.reason}; NCCL_DEBUG=INFO prints what RCCL waits for"
+        return [ok("all_reduce_right", "sums over RCCL", text, "rccl#1129", read=choice.evidence)]
+    row, end, fix = _INSTEAD[choice.method]
+    text = f"{choice.reason}; NCCL_DEBUG=INFO prints what RCCL waits for"
     source = "rccl#1129; ROCm/vllm#390; rocm-systems#5480; ROCm/ROCm#6505"
-    return [fail(row, f"All-reduce over RCCL does not work; {end}", text, fix, source, read=found.evidence)]
+    return [fail(row, f"All-reduce over RCCL does not work; {end}", text, fix, source, read=choice.evidence)]

@@ -21,7 +21,8 @@ from hf_rocm_tune.upstream import LEFT_OUT, TESTED
 _FORCING = "BNB_ROCM_VERSION"  # read by bitsandbytes, cextension.py
 _LIBRARY = re.compile(r"libbitsandbytes_rocm([0-9])([0-9]{1,2})\.(?:so|dll)")
 _INDEX = "--index-url https://download.pytorch.org/whl/rocm7.2"
-_VERSIONS, _OURS = "PyTorch: previous versions", "this project: pyproject.toml"
+_VERSIONS = "PyTorch: previous versions"
+_OURS = "this project: pyproject.toml"
 # Versions below which results on this card were reported wrong, how, and where.
 _HARMFUL = {
     "torch": ("2.10", "gfx11", "attention of torch 2.9 gives NaN on gfx1100 (AOTriton 0.11b), and older ones have no "
@@ -49,7 +50,8 @@ def requirements() -> dict[str, Requirement]:
         stated = map(Requirement, metadata.requires("hf-rocm-tune") or ())
     except metadata.PackageNotFoundError:
         return {}
-    return {one.name.replace("-", "_"): one for one in stated if one.marker is None}
+    plain = [requirement for requirement in stated if requirement.marker is None]
+    return {requirement.name.replace("-", "_"): requirement for requirement in plain}
 
 
 def _install(name: str) -> str:
@@ -57,8 +59,10 @@ def _install(name: str) -> str:
     if name in TESTED:
         oldest, newest = TESTED[name]
         wanted = f"{name}>={oldest},<={newest}"
-    # Without an index, pip would replace a ROCm build by one for another vendor.
-    return f'`pip install "{wanted}"{f" --force-reinstall {_INDEX}" if name == "torch" else ""}`'
+    command = f'pip install "{wanted}"'
+    if name == "torch":  # without an index, pip would replace a ROCm build by one for another vendor
+        command += f" --force-reinstall {_INDEX}"
+    return f"`{command}`"
 
 
 def _version(text: str | None) -> Version | None:
@@ -69,11 +73,12 @@ def _version(text: str | None) -> Version | None:
 
 
 def _torch(evidence: Evidence) -> Iterator[Finding]:
-    software, version = evidence.software, evidence.software.torch_version
-    # The AMD GPUs that torch should compute on.
-    known = [
-        gpu.card.name if gpu.card else f"an AMD {gpu.arch or 'GPU'}" for gpu in evidence.candidates if in_wheels(gpu)
-    ]
+    software = evidence.software
+    version = software.torch_version
+    known = []  # the AMD GPUs that torch should compute on
+    for gpu in evidence.candidates:
+        if in_wheels(gpu):
+            known.append(gpu.card.name if gpu.card else f"an AMD {gpu.arch or 'GPU'}")
     card = " and ".join(known)
     if version is None:
         yield fail("torch_missing", "torch cannot be used", software.problems.get("torch_version", ""),
@@ -110,20 +115,24 @@ def _rocm_build(evidence: Evidence, software: Software, version: str) -> Iterato
                    "after a hang or a crash, `sudo dmesg | tail`", "pytorch hip.rst; HIP environment variables page",
                    read=[filters] if filters else ())  # fmt: skip
         return
-    seen = ", ".join(f"{one.name} ({one.arch}, {one.total_bytes / (1 << 30):.1f} GiB)" for one in software.devices)
-    text = f"a ROCm build (HIP {software.hip_version}); it sees {seen}"
+    seen = []
+    for device in software.devices:
+        seen.append(f"{device.name} ({device.arch}, {device.total_bytes / (1 << 30):.1f} GiB)")
+    text = f"a ROCm build (HIP {software.hip_version}); it sees {', '.join(seen)}"
     yield ok("torch_rocm", f"torch {version}", text, "pytorch hip.rst")
     known = [gpu for _, gpu in evidence.joined if gpu is not None]
     cards = [gpu for gpu in known if gpu in evidence.cards]
     if len(cards) < len(evidence.cards) and len(known) == len(software.devices):
+        why = f": {filters} is set" if filters else ""
         yield note("torch_sees_fewer", f"torch sees {len(cards)} of {len(evidence.cards)} cards",
-                   f"not all discrete cards are visible to torch{f': {filters} is set' if filters else ''}",
+                   f"not all discrete cards are visible to torch{why}",
                    "change or unset the filter to train on all of them", "HIP environment variables page")  # fmt: skip
 
 
 def _architectures(evidence: Evidence) -> Iterator[Finding]:
     software = evidence.software
-    true, cards = evidence.archs, {gpu.address for gpu in evidence.cards}
+    true = evidence.archs
+    cards = {gpu.address for gpu in evidence.cards}
     if not (evidence.candidates or evidence.devices) or software.build != "rocm":
         return
     for device, gpu in evidence.joined:
@@ -139,7 +148,10 @@ def _architectures(evidence: Evidence) -> Iterator[Finding]:
         yield unknown(software.problems.get("arch_list", "the architectures of torch or of the GPUs are unknown"))
         return
     wheels = software.rocm_wheels
+    listed_wheels = [f"{name} {version}" for name, version in wheels.items()]
+    rocm = _multi_arch(software)
     for address, arch in true.items():
+        missing = _missing_wheels(arch, wheels) if rocm else []
         overridden = any(gpu is not None and gpu.address == address and device.arch == "gfx1030"
                          for device, gpu in evidence.joined)  # fmt: skip
         if arch not in built and address in cards and _RDNA2.fullmatch(arch) and "gfx1030" in built:
@@ -158,21 +170,21 @@ def _architectures(evidence: Evidence) -> Iterator[Finding]:
                        f"install a wheel with {arch}: those of download.pytorch.org have gfx1100 from rocm6.0 on, "
                        "those of repo.amd.com/rocm one index or extra for each; do not set HSA_OVERRIDE_GFX_VERSION",
                        "uv#18730; TheRock#5543; TheRock RELEASES.md", address)  # fmt: skip
-        elif (rocm := _multi_arch(software)) and (missing := _missing_wheels(arch, wheels)):
+        elif missing:
+            verb = "are" if len(missing) > 1 else "is"
             yield fail("device_wheel_missing", f"torch's kernels for {arch} are not installed",
                        f"this is a multi-architecture build of ROCm {rocm} with kernels in separate wheels, of which "
-                       f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: torch lists the card, "
+                       f"{' and '.join(missing)} {verb} missing: torch lists the card, "
                        "and its first kernel fails (hipErrorInvalidImage)",
                        f"install `torch[device-{arch}]` and `rocm[device-{arch}]` of the same versions from the same "
                        "index", "TheRock RELEASES.md; uv#21683; TheRock#6997; TheRock#6869", address,
-                       [f"{name} {one}" for name, one in wheels.items()])  # fmt: skip
+                       listed_wheels)  # fmt: skip
         elif rocm and arch.startswith(_FAMILIES) and not _family_wheels(arch, wheels):
             yield warn("family_wheel_missing", f"attention kernels for {arch} are not installed",
                        f"a multi-architecture build of ROCm {rocm} has them in a wheel of {arch}'s family, such as "
                        f"amd-torch-device-{arch[:-1]}x, and none is there: fused attention fails or is not used",
                        f"install `torch[device-{arch}]` again from the same index, or the wheel of the family by name",
-                       "pytorch#194498; TheRock#7839; TheRock#6223", address,
-                       [f"{name} {one}" for name, one in wheels.items()])  # fmt: skip
+                       "pytorch#194498; TheRock#7839; TheRock#6223", address, listed_wheels)  # fmt: skip
         else:
             yield ok("arch_ok", f"code for {arch}", f"this build has {' '.join(built)}", "uv#18730")
 
@@ -194,21 +206,35 @@ def _missing_wheels(arch: str, wheels: Collection[str]) -> list[str]:
 
 def _family_wheels(arch: str, wheels: Collection[str]) -> list[str]:
     """Wheels of torch's kernels for a family with this architecture: ``gfx11``, ``gfx110x``, ``gfx12-0`` ..."""
-    families = {name: name.removeprefix("amd-torch-device-") for name in wheels if name.startswith("amd-torch-device-")}
-    stems = {name: re.sub("-?all$|x$|-", "", family) for name, family in families.items()}
-    return [name for name, stem in stems.items() if stem != arch and arch.startswith(stem) and len(stem) >= 5]
+    prefix = "amd-torch-device-"
+    of_family = []
+    for name in wheels:
+        if not name.startswith(prefix):
+            continue
+        stem = re.sub("-?all$|x$|-", "", name.removeprefix(prefix))
+        if stem != arch and arch.startswith(stem) and len(stem) >= 5:
+            of_family.append(name)
+    return of_family
 
 
 def _libraries(evidence: Evidence) -> Iterator[Finding]:
     """ROCm libraries in LD_LIBRARY_PATH, which the loader takes before those of torch's own wheels."""
-    software, variable = evidence.software, "LD_LIBRARY_PATH"
+    software = evidence.software
+    variable = "LD_LIBRARY_PATH"
     if software.build != "rocm":
         return
     own = _rocm_of(software)
-    listed = [part for part in evidence.environ.get(variable, "").split(":") if re.search("(^|/)rocm", part)]
-    found = {part: _rocm_at(part, Files(evidence.root)) for part in listed}
+    wrong = {}
+    unclear = []
+    for part in evidence.environ.get(variable, "").split(":"):
+        if not re.search("(^|/)rocm", part):
+            continue
+        version = _rocm_at(part, Files(evidence.root))
+        if not version or not own:
+            unclear.append(part)
+        elif version[:2] != own[:2]:
+            wrong[part] = version
     source = "TheRock#1011; ld.so(8)"
-    wrong = {part: version for part, version in found.items() if version and own and version[:2] != own[:2]}
     if wrong:
         named = ", ".join(f"{part} (ROCm {version[0]}.{version[1]})" for part, version in wrong.items())
         yield warn("other_rocm", f"{variable} has another ROCm",
@@ -216,7 +242,7 @@ def _libraries(evidence: Evidence) -> Iterator[Finding]:
                    f"{own[0]}.{own[1]}): crashes, missing symbols and cards that are not found were reported",
                    f"unset {variable}, or leave its ROCm directories out, where torch is started",
                    source, variable)  # fmt: skip
-    elif unclear := [part for part, version in found.items() if not version or not own]:
+    elif unclear:
         yield note("some_rocm", f"{variable} has a ROCm of unknown version",
                    f"{', '.join(unclear)} comes before the libraries of torch's own wheels",
                    f"unset {variable} if torch sees no GPU or crashes", source, variable)  # fmt: skip
@@ -225,10 +251,13 @@ def _libraries(evidence: Evidence) -> Iterator[Finding]:
 def _rocm_of(software: Software) -> tuple[int, ...]:
     """The ROCm that torch was built with: of its local version, of its wheels, or of HIP before they differ."""
     stated = (software.torch_version or "").partition("+rocm")[2] or software.rocm_wheels.get("rocm-sdk-core", "")
-    version, hip = _version(stated), _version(software.hip_version)
+    version = _version(stated)
+    hip = _version(software.hip_version)
     if version is None and hip is not None and hip.release[:2] < _MULTI_ARCH.release:
         version = hip
-    return version.release if version is not None and len(version.release) > 1 else ()
+    if version is None or len(version.release) < 2:
+        return ()
+    return version.release
 
 
 def _rocm_at(directory: str, files: Files) -> tuple[int, ...]:
@@ -242,7 +271,8 @@ def _rocm_at(directory: str, files: Files) -> tuple[int, ...]:
 
 def _training_resets(evidence: Evidence) -> Iterator[Finding]:
     """RDNA4 cards, which AMD and owners report to reset in fine-tuning with hipBLASLt."""
-    variable, software = "TORCH_BLAS_PREFER_HIPBLASLT", evidence.software
+    software = evidence.software
+    variable = "TORCH_BLAS_PREFER_HIPBLASLT"
     affected = any(arch.startswith("gfx120") for arch in evidence.archs.values())
     hip = _version(software.hip_version)
     if software.build != "rocm" or not affected or hip is None or hip.release[:2] < (7, 2):
@@ -261,7 +291,8 @@ def _compiler(evidence: Evidence) -> Iterator[Finding]:
     software = evidence.software
     if software.build != "rocm" or software.packages.get("triton") is None:
         return
-    source, missing = "triton driver.c: compiled at the first launch", software.missing_for_triton
+    source = "triton driver.c: compiled at the first launch"
+    missing = software.missing_for_triton
     if missing:
         what, _, package = missing.rpartition(": install ")
         yield warn("triton_cannot_compile", "Triton cannot start",
@@ -274,14 +305,19 @@ def _compiler(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
-    software, source = evidence.software, "bitsandbytes cextension.py"
-    version, forced = software.packages.get("bitsandbytes"), evidence.environ.get(_FORCING)
-    hip, title = _version(software.hip_version), f"bitsandbytes {version}"
-    # Version of HIP to file; ``rocm715`` is 7.15. The loader of 0.50 (cextension.py) takes the exact one, the nearest
+    software = evidence.software
+    source = "bitsandbytes cextension.py"
+    version = software.packages.get("bitsandbytes")
+    forced = evidence.environ.get(_FORCING)
+    hip = _version(software.hip_version)
+    title = f"bitsandbytes {version}"
+    # Version of HIP and file; ``rocm715`` is 7.15. The loader of 0.50 (cextension.py) takes the exact one, the nearest
     # older, the nearest newer, never one of another major version.
-    matches = filter(None, map(_LIBRARY.fullmatch, software.bitsandbytes_libraries))
-    found = sorted(((int(one[1]), int(one[2])), one[0]) for one in matches)
-    same = [one for one in found if hip and one[0][0] == hip.major]
+    libraries = []
+    for match in filter(None, map(_LIBRARY.fullmatch, software.bitsandbytes_libraries)):
+        libraries.append(((int(match[1]), int(match[2])), match[0]))
+    libraries.sort()
+    same = [((major, minor), file) for (major, minor), file in libraries if hip and major == hip.major]
     if version is None:
         yield note("bnb_missing", "bitsandbytes is not installed",
                    "4-bit and 8-bit weights and 8-bit optimizers are not available; LoRA in bf16 works",
@@ -289,7 +325,7 @@ def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
     elif software.build != "rocm":
         return
     elif forced is not None:
-        files = [file for _, file in found]
+        files = [file for _, file in libraries]
         wanted = f"libbitsandbytes_rocm{forced}"
         file = next((name for name in files if name.rpartition(".")[0] == wanted), None)
         if file is None:
@@ -308,13 +344,16 @@ def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
     elif hip is None or not software.bitsandbytes_libraries:
         yield unknown(f"bitsandbytes has no native library, or HIP {software.hip_version} is no version")
     elif not same:
-        listed = ", ".join(f"{major}.{minor}" for (major, minor), _ in found) or "no ROCm at all"
+        listed = ", ".join(f"{major}.{minor}" for (major, minor), _ in libraries) or "no ROCm at all"
         yield warn("bnb_no_library", f"{title} has no library for this build",
                    f"torch is built with HIP {hip}; bitsandbytes has libraries for {listed}, and does not load one of "
                    "another major version, so --load_in_4bit and --load_in_8bit cannot work",
                    f"use a torch build with one of {listed}, or train without quantisation", source)  # fmt: skip
     else:
-        taken, file = next((one for one in reversed(same) if one[0] <= (hip.major, hip.minor)), same[0])
+        taken, file = same[0]
+        for of_hip, name in same:
+            if of_hip <= (hip.major, hip.minor):
+                taken, file = of_hip, name
         if taken == (6, 4) and "gfx1100" in evidence.archs.values():
             yield warn("bnb_rocm64", "4-bit products were reported wrong with this library on gfx1100",
                        f"{title} loads {file} here. Two owners of gfx1100 cards got wrong products of 4-bit weights "
@@ -327,7 +366,8 @@ def _bitsandbytes(evidence: Evidence) -> Iterator[Finding]:
 
 def _torchvision(evidence: Evidence) -> Iterator[Finding]:
     """A torchvision that is built for another torch, which every library that finds it fails to import."""
-    software, source = evidence.software, "vision#8985; pytorch#122494"
+    software = evidence.software
+    source = "vision#8985; pytorch#122494"
     if software.torchvision is None or software.torch_version is None:
         return
     title = f"torchvision {software.torchvision}"

@@ -15,8 +15,10 @@ from hf_rocm_tune.machine.variables import Decision, MachineFacts, evaluate
 _GIB = 1 << 30
 _STATUS: dict[str, Status] = {"error": "fail", "warn": "warn", "info": "info", "set": "info"}
 _SEATED = "if a card should be here, check that it is seated and powered and that `lspci` lists it"
-_PREREQUISITES, _PCI = "ROCm docs: prerequisites", "kernel documentation: sysfs-bus-pci"
-_MODELS, _VRAM = "ROCm docs: GPU architecture specifications", "kernel documentation: amdgpu memory"
+_PREREQUISITES = "ROCm docs: prerequisites"
+_PCI = "kernel documentation: sysfs-bus-pci"
+_MODELS = "ROCm docs: GPU architecture specifications"
+_VRAM = "kernel documentation: amdgpu memory"
 _IDS = re.compile(r"sys/bus/pci/devices(/[^/]+/(class|vendor|device))?")
 # Integrated GPUs for which the wheels of ROCm 7.2 have code: uv#18730.
 _IN_WHEELS = ("gfx1150", "gfx1151")
@@ -58,7 +60,8 @@ def in_wheels(gpu: Gpu, built: Sequence[str] | None = None) -> bool:
 
 
 def _driver(evidence: Evidence) -> Iterator[Finding]:
-    machine, topology = evidence.machine, evidence.machine.topology
+    machine = evidence.machine
+    topology = machine.topology
     if machine.platform != "linux":
         yield unknown(f"drivers are read from Linux files, and this is {machine.platform}: one GPU only, not tested by "
                       "this project")  # fmt: skip
@@ -71,17 +74,22 @@ def _driver(evidence: Evidence) -> Iterator[Finding]:
         yield unknown(f"the kernel's list of GPUs is incomplete, so their indices are uncertain: {reasons}")
     if not machine.amd:
         yield unknown(f"the compute driver lists {len(topology.nodes)} GPU(s), and the PCI bus lists none of them")
-    problems = [one for gpu in evidence.candidates for one in _of_gpu(evidence, gpu)]
+    problems: list[Finding] = []
+    for gpu in evidence.candidates:
+        problems += _of_gpu(evidence, gpu)
     yield from problems
     if machine.amd and topology.nodes and not problems:
         listed = " and ".join(gpu.address for gpu in machine.amd if gpu.driver == "amdgpu")
         text = f"amdgpu drives {listed}, and the kernel lists {len(topology.nodes)} GPU(s) for computing"
         yield ok("driver_ok", "amdgpu", text, _PREREQUISITES)
-    for gpu in () if evidence.cards else machine.amd:
+    if evidence.cards:
+        return
+    for gpu in machine.amd:
         if gpu.integrated:
-            known = in_wheels(gpu, evidence.software.arch_list)
-            text = "not tested by this project" if known else "the wheels of pytorch.org have no code for it"
-            yield (note if known else warn)(
+            status, text = warn, "the wheels of pytorch.org have no code for it"
+            if in_wheels(gpu, evidence.software.arch_list):
+                status, text = note, "not tested by this project"
+            yield status(
                 "no_card", "No card, only the processor's own GPU",
                 f"{gpu.address} ({gpu.arch}) is the only AMD GPU and shares the processor's memory; {text}",
                 f"{_SEATED}; leave HSA_OVERRIDE_GFX_VERSION unset", "uv#18730; unsloth install.sh",
@@ -89,7 +97,8 @@ def _driver(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _without_amd(evidence: Evidence) -> Finding:
-    machine, reasons = evidence.machine, evidence.machine.topology.reasons
+    machine = evidence.machine
+    reasons = machine.topology.reasons
     if machine.is_wsl and not evidence.devices:
         return _in_wsl(evidence)
     if evidence.devices:
@@ -103,16 +112,21 @@ def _without_amd(evidence: Evidence) -> Finding:
         return unknown(f"whether there is a GPU could not be read: {'; '.join([*reasons, machine.why('sys/bus/pci')])}")
     listed = [gpu for gpu in machine.gpus if gpu.vendor in ("nvidia", "intel")]
     others = ", ".join(f"{gpu.vendor.upper()} {gpu.device_id:04x} at {gpu.address}" for gpu in listed)
-    row, title, found = "no_gpu", "No GPU", "the PCI bus lists no AMD, NVIDIA or Intel display or compute device"
+    row = "no_gpu"
+    title = "No GPU"
+    state = "the PCI bus lists no AMD, NVIDIA or Intel display or compute device"
     if others:
-        row, title, found = "no_amd_gpu", "No AMD GPU", f"the only graphics devices are {others}, unused by this torch"
-    text, fix = f"{found}, so training would run on the processor, slowly", f"{_SEATED}, or is passed through"
-    return warn(row, title, text, fix, _PCI, read=reasons)
+        row = "no_amd_gpu"
+        title = "No AMD GPU"
+        state = f"the only graphics devices are {others}, unused by this torch"
+    text = f"{state}, so training would run on the processor, slowly"
+    return warn(row, title, text, f"{_SEATED}, or is passed through", _PCI, read=reasons)
 
 
 def _in_wsl(evidence: Evidence) -> Finding:
     """In WSL the kernel lists no card: only torch can tell whether there is one."""
-    source, card = "ROCm docs: WSL", "/dev/dxg is there, so Windows passes a card"
+    source = "ROCm docs: WSL"
+    card = "/dev/dxg is there, so Windows passes a card"
     if not evidence.machine.dxg and evidence.machine.container:
         return warn("wsl_container", "This container has no /dev/dxg",
                     f"in WSL a card is reached through /dev/dxg, which was not passed to this container "
@@ -134,7 +148,8 @@ def _in_wsl(evidence: Evidence) -> Finding:
 
 
 def _of_gpu(evidence: Evidence, gpu: Gpu) -> Iterator[Finding]:
-    machine, where = evidence.machine, f"{gpu.address}/driver"
+    machine = evidence.machine
+    where = f"{gpu.address}/driver"
     if gpu.driver == "amdgpu":
         if gpu.node is None and machine.topology.complete:
             yield fail("kfd_missing", "The compute driver does not list the card",
@@ -153,25 +168,29 @@ def _of_gpu(evidence: Evidence, gpu: Gpu) -> Iterator[Finding]:
 
 
 def _permissions(evidence: Evidence) -> Iterator[Finding]:
-    there, count = list(evidence.machine.device_nodes), len(evidence.machine.topology.nodes)
+    there = list(evidence.machine.device_nodes)
+    count = len(evidence.machine.topology.nodes)
     if not count:
         return
-    kinds = ("/dev/kfd", "/dev/dri/renderD*")
-    missing = " and ".join(kind for kind in kinds if not any(path.startswith(kind.strip("*")) for path in there))
+    container = evidence.machine.container
+    where = f", in a container ({container})" if container else ""
+    missing = []
+    if "/dev/kfd" not in there:
+        missing.append("/dev/kfd")
+    if not any(path.startswith("/dev/dri/renderD") for path in there):
+        missing.append("/dev/dri/renderD*")
     refused = {path: group for path, (usable, group) in evidence.machine.device_nodes.items() if not usable}
     if missing:
-        container = evidence.machine.container
+        verb = "do" if len(missing) > 1 else "does"
         fix = _PASSED.get(container or "", f"outside of a container, check that udev runs; {_PASSED['docker']}")
-        yield fail("device_nodes_missing", f"{missing} {'do' if ' and ' in missing else 'does'} not exist",
+        yield fail("device_nodes_missing", f"{' and '.join(missing)} {verb} not exist",
                    f"the kernel lists {count} GPU(s) for computing, and the device nodes that ROCm opens are not "
-                   f"here{f', in a container ({container})' if container else ''}", fix,
-                   "ROCm docs: Docker; ROCm docs: prerequisites")  # fmt: skip
+                   f"here{where}", fix, "ROCm docs: Docker; ROCm docs: prerequisites")  # fmt: skip
     if refused:
         groups = list(dict.fromkeys(refused.values()))
         yield fail("node_not_usable", f"No permission for {' and '.join(refused)}",
                    f"this process has no read and write access to these files of the group {' and '.join(groups)}"
-                   f"{f', in a container ({evidence.machine.container})' if evidence.machine.container else ''}",
-                   _fix_of_permissions(groups, evidence.machine.container),
+                   f"{where}", _fix_of_permissions(groups, container),
                    "ROCm docs: prerequisites; ROCm docs: Docker")  # fmt: skip
     elif not missing:
         yield ok("permissions_ok", "access to /dev/kfd", f"read and write access to {', '.join(there)}", _PREREQUISITES)
@@ -185,7 +204,7 @@ def _fix_of_permissions(groups: Sequence[str], container: str | None) -> str:
             "start it with `--rocm`"
         )
     if _UNMAPPED & set(groups):
-        known = [way for tool, way in _UNMAPPED_WAYS.items() if container in (tool, None)]
+        known = [text for tool, text in _UNMAPPED_WAYS.items() if container in (tool, None)]
         ways = ". ".join(known or _UNMAPPED_WAYS.values())
         return f"the host's group does not exist in this container, so that adding it by name has no effect. {ways}"
     if container == "kubernetes":
@@ -208,14 +227,21 @@ def _fix_of_permissions(groups: Sequence[str], container: str | None) -> str:
     if container in ("docker", "podman"):
         return f"start the container with `{names}`; rootless podman: `--group-add keep-groups`"
     named = [group for group in groups if not group.isdecimal()]
-    wanted = ",".join(dict.fromkeys([*(["render", "video"] if {"render", "video"} & {*named} else []), *named]))
-    usermod = f"`sudo usermod -aG {wanted} $USER`, then log in again" if wanted else "ask the owner of the machine"
+    if "render" in named or "video" in named:
+        named = ["render", "video", *named]
+    wanted = ",".join(dict.fromkeys(named))
+    usermod = "ask the owner of the machine"
+    if wanted:
+        usermod = f"`sudo usermod -aG {wanted} $USER`, then log in again"
     return f"{usermod}; a container: `{names}`, rootless podman: `--group-add keep-groups`"
 
 
 def _cards(evidence: Evidence) -> Iterator[Finding]:
-    for gpu in (gpu for gpu in evidence.machine.amd if gpu.integrated is not True):
-        arch, card = gpu.arch or "architecture unknown", gpu.card
+    for gpu in evidence.machine.amd:
+        if gpu.integrated is True:
+            continue
+        arch = gpu.arch or "architecture unknown"
+        card = gpu.card
         if card is None:
             yield unknown(f"PCI device 1002:{gpu.device_id:04x}, {arch}, is not in this project's table of cards",
                           subject=gpu.address)  # fmt: skip
@@ -240,9 +266,11 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
         return
     choice = choose(topology.nodes, {}, complete=topology.complete, split=len(cards) > 1)
     fix = f"`export {OURS}={choice.variables.get(OURS, '')}`"
-    igpu, card = (", ".join(map(describe, nodes)) for nodes in (igpus, cards))
+    igpu = ", ".join(map(describe, igpus))
+    card = ", ".join(map(describe, cards))
     shown = " ".join(f"{name}={shlex.quote(evidence.environ[name])}" for name in FILTERS if name in evidence.environ)
-    source, harm = "TheRock#5543; HIP environment variables page", "code for the card does not run on it"
+    source = "TheRock#5543; HIP environment variables page"
+    harm = "code for the card does not run on it"
     left = ", ".join(describe(node) for node in igpus if node in (seen or ()))
     if not choice.variables:
         yield unknown(choice.reason)
@@ -254,7 +282,9 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
     elif seen is None:
         yield unknown(f"{shown} is not a plain list of indices, so the visible GPUs are unknown")
     elif left:
-        status, text = (warn, "besides") if any(node in seen for node in cards) else (fail, "instead of")
+        status, text = fail, "instead of"
+        if any(node in seen for node in cards):
+            status, text = warn, "besides"
         yield status("igpu_visible", f"The variables show the integrated GPU {text} the card",
                      f"{shown} shows {left} to HIP {text} {card}; {harm}", fix, source)  # fmt: skip
     else:
@@ -266,21 +296,32 @@ def _integrated(evidence: Evidence) -> Iterator[Finding]:
 
 def of_decision(decision: Decision) -> Finding:
     """A decision of the policy of variables as a finding of the check ``variables``."""
-    variable, value, names = decision.variable, decision.value, decision.variable.split(", ")
-    title, read = variable + ("" if value is None else f"={shlex.quote(value)}"), []
+    variable = decision.variable
+    value = decision.value
+    names = variable.split(", ")
+    read = []
     if len(names) > 1:
         title = f"{variable} together"
         read = [f"{name}={given}" for name, given in zip(names, (value or "").split(" | "), strict=False)]
-    status, row = _STATUS.get(decision.action, "info"), f"environ:{variable}"
+    elif value is not None:
+        title = f"{variable}={shlex.quote(value)}"
+    else:
+        title = variable
+    status = _STATUS.get(decision.action, "info")
+    row = f"environ:{variable}"
     return Finding(status, row, title, decision.reason, decision.fix, decision.source, variable, read, "variables")
 
 
 def _variables(evidence: Evidence) -> Iterator[Finding]:
-    software, (archs, why) = evidence.software, visible_archs(evidence.machine.topology, evidence.environ)
-    known = software.torch_version is not None
-    if not known:
-        why = "; ".join(filter(None, [software.problems.get("torch_version", "torch's version is unknown"), why]))
-    decisions = evaluate(evidence.environ, MachineFacts(software.build == "rocm" if known else None, archs, why))
+    software = evidence.software
+    archs, why = visible_archs(evidence.machine.topology, evidence.environ)
+    is_rocm = None
+    if software.torch_version is not None:
+        is_rocm = software.build == "rocm"
+    else:
+        reason = software.problems.get("torch_version", "torch's version is unknown")
+        why = "; ".join(filter(None, [reason, why]))
+    decisions = evaluate(evidence.environ, MachineFacts(is_rocm, archs, why))
     yield from map(of_decision, decisions)
     if not decisions:
         text = "a working card with a matching wheel needs no variable, and no harmful one is set"
@@ -293,10 +334,14 @@ def _variables(evidence: Evidence) -> Iterator[Finding]:
 def _release(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.machine.amd and not evidence.machine.topology.nodes:
         return
-    release, own = evidence.machine.release, evidence.machine.driver_version
+    release = evidence.machine.release
     number = _numbers(release)
-    driver = number if own is None else _numbers(own)  # DKMS installs a driver with a version of its own
-    named = f"kernel {release}" if own is None else f"amdgpu {own} (DKMS) on kernel {release}"
+    driver = number
+    named = f"kernel {release}"
+    own = evidence.machine.driver_version
+    if own is not None:  # DKMS installs a driver with a version of its own
+        driver = _numbers(own)
+        named = f"amdgpu {own} (DKMS) on kernel {release}"
     archs = {(gpu.arch or "")[:5] for gpu in evidence.cards}
     known = False
     stalls = re.match(r"7\.0\.0-28(?![0-9])|7\.0\.12(?![0-9]).*fc44", release)
@@ -336,25 +381,27 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _parameters(evidence: Evidence) -> Iterator[Finding]:
     """Parameters of amdgpu that owners set, and that matter for training."""
-    amdgpu, source = evidence.machine.amdgpu, "kernel documentation: amdgpu module parameters"
+    amdgpu = evidence.machine.amdgpu
+    source = "kernel documentation: amdgpu module parameters"
     if not evidence.machine.amd:
         return
-    found = False
+    is_changed = False
     if amdgpu.get("cwsr_enable") == "0":
-        found = True
+        is_changed = True
         yield note("cwsr_off", "amdgpu.cwsr_enable=0",
                    "waves of a kernel are not saved when the card changes between programs: a workaround for hangs of "
                    "RDNA3, with which a desktop on the same card may stall while a long kernel runs",
                    "keep it if the card hung without it; else remove the parameter",
                    f"{source}; ROCm/ROCm#5051")  # fmt: skip
     mask = amdgpu.get("ppfeaturemask", "")
-    if (value := _mask(mask)) is not None and value & _OVERDRIVE:
-        found = True
+    value = _mask(mask)
+    if value is not None and value & _OVERDRIVE:
+        is_changed = True
         yield note("overdrive_on", f"amdgpu.ppfeaturemask={mask}",
                    "OverDrive is on, so that clocks and voltages may differ from the maker's: an unstable card "
                    "computes wrong without an error",
                    "train at stock clocks and voltages; lowering the power limit is harmless", source)  # fmt: skip
-    if not found:
+    if not is_changed:
         yield ok("parameters_ok", "amdgpu's parameters", "none that matters for training is changed", source)
 
 
@@ -371,12 +418,16 @@ def _iommu(evidence: Evidence) -> Iterator[Finding]:
     known = {gpu.address: gpu.iommu_type for gpu in evidence.cards if gpu.iommu_type}
     seen = [f"{address}: group type {kind}" for address, kind in known.items()]
     seen += [f"boot parameter {word}" for word in machine.cmdline if "iommu" in word]
-    seen += [f"amdgpu parameter pcie_p2p={machine.amdgpu['pcie_p2p']}"] if "pcie_p2p" in machine.amdgpu else []
+    if "pcie_p2p" in machine.amdgpu:
+        seen.append(f"amdgpu parameter pcie_p2p={machine.amdgpu['pcie_p2p']}")
     if machine.iommu is not False and not known:
         yield unknown(f"no card is in an IOMMU group: {machine.why('iommu')}", read=seen)
         return
-    translated = any(kind.startswith("DMA") for kind in known.values())
-    state = "off" if machine.iommu is False else "translating" if translated else "passthrough"
+    state = "passthrough"
+    if machine.iommu is False:
+        state = "off"
+    elif any(kind.startswith("DMA") for kind in known.values()):
+        state = "translating"
     yield ok("iommu_state", f"IOMMU {state}",
              "AMD documents two contradictory settings for several cards (RCCL: iommu=pt; ROCm's IOMMU page: "
              "translation enabled for Radeon peer-to-peer), so the pair test decides: while it passes, change nothing",
@@ -388,12 +439,10 @@ def _iommu(evidence: Evidence) -> Iterator[Finding]:
 
 def _memory(evidence: Evidence) -> Iterator[Finding]:
     machine = evidence.machine
-    total, free, limit, shm = (
-        machine.memory_bytes,
-        machine.available_bytes,
-        machine.memory_limit_bytes,
-        machine.shm_bytes,
-    )
+    total = machine.memory_bytes
+    free = machine.available_bytes
+    limit = machine.memory_limit_bytes
+    shm = machine.shm_bytes
     if total is None:
         yield unknown(machine.why("proc/meminfo"))
     else:
@@ -417,21 +466,29 @@ def _memory(evidence: Evidence) -> Iterator[Finding]:
 
 def _sensors(evidence: Evidence) -> Iterator[Finding]:
     for gpu in evidence.cards:
-        sensors, hotspot = gpu.sensors, gpu.sensors.hotspot_c
-        used, total, degrees = sensors.vram_used_bytes, sensors.vram_total_bytes, hotspot or sensors.edge_c
+        sensors = gpu.sensors
+        hotspot = sensors.hotspot_c
+        degrees = hotspot or sensors.edge_c
+        used = sensors.vram_used_bytes
+        total = sensors.vram_total_bytes
         if None in (used, total, degrees):
             yield unknown("; ".join(dict.fromkeys(sensors.missing.values())), subject=gpu.address)
         if used is not None and total:
-            text, source = f"{gpu.address}: {used / _GIB:.1f} of {total / _GIB:.1f} GiB are used before training", _VRAM
+            text = f"{gpu.address}: {used / _GIB:.1f} of {total / _GIB:.1f} GiB are used before training"
             if used / total < 0.02:
-                yield ok("vram_free", f"{(total - used) / _GIB:.1f} GiB free on the card", text, source)
+                yield ok("vram_free", f"{(total - used) / _GIB:.1f} GiB free on the card", text, _VRAM)
             else:
                 status = note if used / total < 0.15 else warn  # 3 GiB of 20 that training cannot have
                 yield status("vram_taken", f"{used / _GIB:.1f} GiB of the card in use",
                              f"{text}, for example by a desktop", "nothing if the run fits; else end what `amd-smi "
-                             "process` lists, or log out of the desktop", source, gpu.address)  # fmt: skip
-        known = {"hotspot {:.0f} C": hotspot, "edge {:.0f} C": sensors.edge_c, "memory {:.0f} C": sensors.memory_c}
-        known |= {"{:.0f} W": sensors.power_w, "power limit {:.0f} W": sensors.power_cap_w}
+                             "process` lists, or log out of the desktop", _VRAM, gpu.address)  # fmt: skip
+        known = {
+            "hotspot {:.0f} C": hotspot,
+            "edge {:.0f} C": sensors.edge_c,
+            "memory {:.0f} C": sensors.memory_c,
+            "{:.0f} W": sensors.power_w,
+            "power limit {:.0f} W": sensors.power_cap_w,
+        }
         readings = ", ".join(form.format(value) for form, value in known.items() if value is not None)
         source = "kernel documentation: amdgpu thermal controls"
         if hotspot is not None and hotspot >= HOTSPOT_C:

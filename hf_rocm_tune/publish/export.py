@@ -9,6 +9,7 @@ the file says beside its weights is compared in `readback`.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -29,7 +30,8 @@ from hf_rocm_tune.errors import CorruptionError, UsageError, listed
 if TYPE_CHECKING:
     from hf_rocm_tune.survive.saved_adapter import Adapter
 
-CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
+CONVERTER = "convert_hf_to_gguf.py"
+QUANTIZER = "llama-quantize"
 ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 DEFAULT_TYPE = "q4_k_m"
 _FLOATING = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -65,17 +67,21 @@ def find_tools(kind: str, folder: Path | None, *, adapter: bool = False) -> Tool
         raise UsageError(f"--gguf {kind}: give a type of llama.cpp's, such as q4_k_m, q8_0 or f16")
 
     def find(name: str) -> Path:
-        folders = os.pathsep.join(str(folder / each) for each in ("", "build/bin", "bin")) if folder else None
-        found = shutil.which(name, mode=os.F_OK, path=folders)
-        if found is None and folder is None and (package := importlib.util.find_spec(Path(name).stem)):
-            found = package.origin  # the converter is on PyPI, too
-        if found is None:
+        folders = None
+        if folder:
+            folders = os.pathsep.join(str(folder / below) for below in ("", "build/bin", "bin"))
+        tool = shutil.which(name, mode=os.F_OK, path=folders)
+        if tool is None and folder is None:
+            package = importlib.util.find_spec(Path(name).stem)  # the converter is on PyPI, too
+            if package:
+                tool = package.origin
+        if tool is None:
             raise UsageError(
                 f"--gguf needs llama.cpp's {name}, which is neither in --llama_cpp nor on PATH: get llama.cpp from "
                 f"https://github.com/ggml-org/llama.cpp (for {QUANTIZER}, build it) and give its directory with "
                 f"--llama_cpp; {_ALONE[adapter]}"
             )
-        return Path(found)
+        return Path(tool)
 
     converter = find(ADAPTER_CONVERTER if adapter else CONVERTER)
     quantizer = None if kind in _FLOATING else find(QUANTIZER)
@@ -109,13 +115,18 @@ def export(model: Path, tools: Tools, say: Callable[[str], None], *, trust_remot
         entry = manifest.entry_of(plain)
         fields = readback.fields_of(plain)
         say(readback.check(fields, converted, tensors_of(plain)))
-        if spaces := readback.other_spaces(fields, converted):
+        spaces = readback.other_spaces(fields, converted)
+        if spaces:
             say(spaces)
         arch = str(fields.get("general.architecture", ""))
-        there = tensors_of(plain) | (tensors_of(seeing) if seeing else {})
-        stored = (one for one in _stored(model, written.tensors) if seeing or not _SEEING.search(one[0]))
-        found = _check_values(stored, there, floating, arch=arch)
-        say(found)
+        there = tensors_of(plain)
+        stored = _stored(model, written.tensors)
+        if seeing:
+            there |= tensors_of(seeing)
+        else:  # what reads pictures is in no file
+            stored = ((name, tensor) for name, tensor in stored if not _SEEING.search(name))
+        compared = _check_values(stored, there, floating, arch=arch)
+        say(compared)
         if tools.quantizer is not None:
             _call([str(tools.quantizer), str(plain), str(file), tools.kind.upper()])
             entry = manifest.entry_of(file)
@@ -130,12 +141,21 @@ def export(model: Path, tools: Tools, say: Callable[[str], None], *, trust_remot
             has_template=bool(converted.tokenizer.chat_template),
         )
         (staging / "Modelfile").write_text(recipe, encoding="utf-8")
-        extra = {"gguf": {"type": tools.kind, "values": found}, **written.extra}
-        run, step, status = written.run_id, written.step, written.status
-        entries = {each.name: manifest.entry_of(each) for each in (seeing,) if each} | {file.name: entry}
-        manifest.write(staging, run_id=run, step=step, status=status, entries=entries, extra=extra)
+        entries = {}
+        if seeing:
+            entries[seeing.name] = manifest.entry_of(seeing)
+        entries[file.name] = entry
+        manifest.write(
+            staging,
+            run_id=written.run_id,
+            step=written.step,
+            status=written.status,
+            entries=entries,
+            extra={"gguf": {"type": tools.kind, "values": compared}, **written.extra},
+        )
         # The tokenizer, too, is as it was merged, and the file as it was when it was compared.
-        if problems := [*manifest.verify(staging), *manifest.verify(model)]:
+        problems = [*manifest.verify(staging), *manifest.verify(model)]
+        if problems:
             raise CorruptionError(f"{problems[0]} since it was written: the GGUF file is not kept; check the disk")
     return model / "gguf" / file.name
 
@@ -153,8 +173,8 @@ def _convert_seeing(model: Path, convert: list[str], staging: Path, say: Callabl
     try:
         _call([*convert, str(asked), "--mmproj"])
     except UsageError as error:
-        for each in (asked, file):
-            each.unlink(missing_ok=True)
+        asked.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
         say(f"the GGUF file reads text only: pictures need an mmproj file ({error})")
         return None
     if asked.is_file():
@@ -197,11 +217,13 @@ def export_adapter(
     from hf_rocm_tune.survive.saved_adapter import CONFIG_FILE, WEIGHTS_FILE
 
     config: dict[str, Any] = json.loads((adapter.directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    if why := serving.obstacles(config)[serving.LLAMA_CPP]:
-        raise UsageError(f"{adapter.name} cannot be used beside its base by llama.cpp ({listed(why)}): merge it")
+    obstacles = serving.obstacles(config)[serving.LLAMA_CPP]
+    if obstacles:
+        raise UsageError(f"{adapter.name} cannot be used beside its base by llama.cpp ({listed(obstacles)}): merge it")
     tensors = _scaled(load_file(adapter.directory / WEIGHTS_FILE), config, adapter.config)
     with staged_directory(out) as staging, TemporaryDirectory(prefix="hf-rocm-tune-") as room:
-        plain = {key: value for key, value in config.items() if not key.endswith("_pattern")} | {"use_rslora": False}
+        plain = {key: value for key, value in config.items() if not key.endswith("_pattern")}
+        plain["use_rslora"] = False
         (Path(room) / CONFIG_FILE).write_text(json.dumps(plain), encoding="utf-8")
         save_file(tensors, Path(room) / WEIGHTS_FILE)
         file = staging / f"{out.absolute().name}-lora-{tools.kind.upper()}.gguf"
@@ -209,10 +231,10 @@ def export_adapter(
         script = [sys.executable, str(tools.converter), room, "--base", str(base), "--outfile", str(file)]
         _call([*script, "--outtype", tools.kind, *trust])
         entry = manifest.entry_of(file)
-        found = _check_adapter(tensors, float(config["lora_alpha"]), file, tools.kind)
-        say(found)
-        place = adapter.directory if adapter.has_tokenizer else base
-        tokenizer = vocabulary.tokenizer_in(place, trust_remote_code=trust_remote_code)
+        compared = _check_adapter(tensors, float(config["lora_alpha"]), file, tools.kind)
+        say(compared)
+        holder = adapter.directory if adapter.has_tokenizer else base
+        tokenizer = vocabulary.tokenizer_in(holder, trust_remote_code=trust_remote_code)
         ends = vocabulary.end_tokens(None, tokenizer)
         recipe = ollama.modelfile(
             "./BASE.gguf",
@@ -229,9 +251,10 @@ def export_adapter(
             step=written.step if written else 0,
             status="final",
             entries={file.name: entry},
-            extra={"gguf": {"type": tools.kind, "values": found}},
+            extra={"gguf": {"type": tools.kind, "values": compared}},
         )
-        if problems := manifest.verify(staging):
+        problems = manifest.verify(staging)
+        if problems:
             raise CorruptionError(f"{problems[0]} since it was written: the GGUF file is not kept; check the disk")
     return out / file.name
 
@@ -241,7 +264,8 @@ def _scaled(tensors: Mapping[str, Any], given: Mapping[str, Any], config: Any) -
     import torch
     from peft.utils.other import get_pattern_key
 
-    alpha, made = float(given["lora_alpha"]), {}
+    alpha = float(given["lora_alpha"])
+    made = {}
     for name, tensor in tensors.items():
         if not name.endswith((".lora_B.weight", ".lora_embedding_B")):
             made[name] = tensor.contiguous()
@@ -252,7 +276,9 @@ def _scaled(tensors: Mapping[str, Any], given: Mapping[str, Any], config: Any) -
         own = patterns.get(get_pattern_key(list(patterns), module), alpha)
         scaling = own / (math.sqrt(rank) if config.use_rslora else rank)
         factor = scaling * rank / alpha
-        made[name] = tensor.contiguous() if factor == 1 else (tensor.to(torch.float32) * factor).contiguous()
+        if factor != 1:
+            tensor = tensor.to(torch.float32) * factor
+        made[name] = tensor.contiguous()
     return made
 
 
@@ -263,21 +289,21 @@ def _check_adapter(tensors: Mapping[str, Any], alpha: float, file: Path, kind: s
     from hf_rocm_tune.publish import readback
 
     fields = readback.fields_of(file)
-    said = {name: fields.get(name) for name in ("general.type", "adapter.type", "adapter.lora.alpha")}
-    if list(said.values()) != ["adapter", "lora", alpha]:
-        raise CorruptionError(f"the GGUF file says {said}, not that it is a LoRA of alpha {alpha:g}: it is not kept")
-    there = Counter((values.size, _sum_of_values(values)) for values in (each() for each in tensors_of(file).values()))
+    stated = {name: fields.get(name) for name in ("general.type", "adapter.type", "adapter.lora.alpha")}
+    if list(stated.values()) != ["adapter", "lora", alpha]:
+        raise CorruptionError(f"the GGUF file says {stated}, not that it is a LoRA of alpha {alpha:g}: it is not kept")
+    left = _sums_of(tensors_of(file))
     lacking = []
     for name, tensor in tensors.items():
         flat = tensor.reshape(-1).to(torch.float32)
         rounded = flat.to(getattr(torch, _FLOATING[kind])).float()
-        keys = {(flat.numel(), _sum_of_values(one.numpy())) for one in (flat, rounded)}
-        found = next((key for key in keys if there[key] > 0), None)
-        if found is None:
+        keys = {(flat.numel(), _sum_of_values(values.numpy())) for values in (flat, rounded)}
+        in_file = next((key for key in keys if left[key] > 0), None)
+        if in_file is None:
             lacking.append(name)
         else:
-            there[found] -= 1
-    if lacking or any(there.values()):
+            left[in_file] -= 1
+    if lacking or any(left.values()):
         what = f"{lacking[0]} is not in it" if lacking else "it has tensors that the adapter has not"
         raise CorruptionError(
             f"the GGUF file differs from the adapter ({what}; {len(lacking)} of {len(tensors)} lack): the converter "
@@ -291,8 +317,10 @@ def _add_ends(file: Path, ends: Mapping[str, int], tools: Tools) -> None:
     if not ends:
         return
     named = file.with_name("named.gguf")
-    roles = [part for role, end in ends.items() for part in ("--special-token-by-id", role, str(end))]
-    script = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", str(file), str(named), *roles, "--force"]
+    script = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", str(file), str(named)]
+    for role, end in ends.items():
+        script += ["--special-token-by-id", role, str(end)]
+    script.append("--force")
     _call(script, beside=tools.converter.parent / "gguf-py")
     named.replace(file)
 
@@ -322,14 +350,18 @@ _MEANINGS = {
 
 def _explained(command: list[str], output: str, code: int) -> str:
     """A failed tool in one line: its last line, what that means, and what to do."""
-    tool = Path(command[1] if command[0] == sys.executable else command[0]).name
+    program = command[1] if command[0] == sys.executable else command[0]
+    tool = Path(program).name
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "no output"
     if code < 0:
         return f"{tool} was ended by signal {-code}: free some memory, and start the same command again"
-    told = next((meaning for pattern, meaning in _MEANINGS.items() if re.search(pattern, output)), None)
-    way = told or "another version of llama.cpp, named with --llama_cpp, may know this model"
-    return f"{tool} failed ({last[:300]}): {way}. transformers and vLLM load the merged model as it is"
+    meaning = "another version of llama.cpp, named with --llama_cpp, may know this model"
+    for pattern, known in _MEANINGS.items():
+        if re.search(pattern, output):
+            meaning = known
+            break
+    return f"{tool} failed ({last[:300]}): {meaning}. transformers and vLLM load the merged model as it is"
 
 
 # ---- the file is read back -------------------------------------------------------------------------------------------
@@ -352,10 +384,19 @@ def tensors_of(file: Path) -> dict[str, Callable[[], Any]]:
     """What gives the values of each tensor in a GGUF file, flat, in float32."""
     gguf: Any = importlib.import_module("gguf")
 
-    def values(one: Any) -> Any:
-        return gguf.dequantize(one.data, one.tensor_type).reshape(-1)
+    def values(tensor: Any) -> Any:
+        return gguf.dequantize(tensor.data, tensor.tensor_type).reshape(-1)
 
-    return {one.name: partial(values, one) for one in gguf.GGUFReader(file).tensors}
+    return {tensor.name: partial(values, tensor) for tensor in gguf.GGUFReader(file).tensors}
+
+
+def _sums_of(tensors: Mapping[str, Callable[[], Any]]) -> Counter[tuple[int, int]]:
+    """How many tensors have so many elements with this sum; one tensor's values are in memory at a time."""
+    sums: Counter[tuple[int, int]] = Counter()
+    for values_of in tensors.values():
+        values = values_of()
+        sums[values.size, _sum_of_values(values)] += 1
+    return sums
 
 
 def _sum_of_values(values: Any) -> int:
@@ -377,7 +418,7 @@ def _check_values(
     """Every tensor of the model is in the file; gives what was found, for the user."""
     import torch
 
-    left = Counter((values.size, _sum_of_values(values)) for values in (each() for each in there.values()))
+    left = _sums_of(there)
     # Experts that are stored one by one are stacked in GGUF. Dimensions, elements, and the sums of the values as they
     # are, rounded (vectors are not rounded), and of vectors plus one (Gemma's norms).
     wanted: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
@@ -386,40 +427,52 @@ def _check_values(
             flat = tensor.reshape(-1)
             rounded = flat.to(getattr(torch, _FLOATING[floating]))
             row = wanted[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)]
-            plus_one = flat.float() + 1 if tensor.ndim == 1 and arch.startswith("gemma") else flat
-            sums = [_sum_of_values(each.float().numpy()) for each in (flat, rounded, plus_one)]
-            row[:] = tensor.ndim, row[1] + flat.numel(), row[2] + sums[0], row[3] + sums[1], row[4] + sums[2]
+            plus_one = flat
+            if tensor.ndim == 1 and arch.startswith("gemma"):
+                plus_one = flat.float() + 1
+            row[0] = tensor.ndim
+            row[1] += flat.numel()
+            for number, values in enumerate((flat, rounded, plus_one), start=2):
+                row[number] += _sum_of_values(values.float().numpy())
 
     def is_there(numel: int, total: int) -> bool:
-        found = left[numel, total % 2**64] > 0
-        left[numel, total % 2**64] -= found
+        if left[numel, total % 2**64] > 0:
+            left[numel, total % 2**64] -= 1
+            return True
         # gpt-oss's gate and up, which alternate, are separated in GGUF.
-        parts = [] if found else [part for (size, part), count in left.items() if count > 0 and 2 * size == numel]
-        return found or any((total - one - two) % 2**64 == 0 for one in parts for two in parts)
+        halves = [half for (size, half), count in left.items() if count > 0 and 2 * size == numel]
+        return any((total - gate - up) % 2**64 == 0 for gate, up in itertools.product(halves, repeat=2))
 
-    lacking = {
-        name: dimensions
-        for name, (dimensions, numel, *sums) in wanted.items()
-        if not any(is_there(numel, total) for total in sums)
-    }
-    # It cuts and joins what reads pictures in many ways, as Qwen's three-dimensional convolutions.
-    if wrong := [name for name, dimensions in lacking.items() if dimensions > 1 and not _SEEING.search(name)]:
+    lacking = []
+    wrong = []
+    for name, (dimensions, numel, *sums) in wanted.items():
+        if any(is_there(numel, total) for total in sums):
+            continue
+        lacking.append(name)
+        # It cuts and joins what reads pictures in many ways, as Qwen's three-dimensional convolutions.
+        if dimensions > 1 and not _SEEING.search(name):
+            wrong.append(name)
+    if wrong:
         raise CorruptionError(
             f"{wrong[0]} ({len(wrong)} in all) is not in the GGUF file with the values of the merged model: the file "
             "was written wrong, or the converter changes this architecture's weights; the file is not kept"
         )
-    other = f"; changed by the converter, not compared: {', '.join(list(lacking)[:3])}" if lacking else ""
+    other = f"; changed by the converter, not compared: {', '.join(lacking[:3])}" if lacking else ""
     return f"GGUF read back: {len(wanted) - len(lacking)} of {len(wanted)} tensors hold the merged values{other}"
 
 
-def _check_quantised(plain: Mapping[str, Callable[[], Any]], found: Mapping[str, Callable[[], Any]], bits: int) -> str:
+def _check_quantised(
+    plain: Mapping[str, Callable[[], Any]], quantised: Mapping[str, Callable[[], Any]], bits: int
+) -> str:
     """Every tensor of the lossless file is in the quantised one, as exactly as the type's bits allow."""
     import numpy as np
 
     worst = (0.0, "")
     for name, values in plain.items():
         wanted = values()
-        difference = found[name]() - wanted if name in found else wanted
+        difference = wanted
+        if name in quantised:
+            difference = quantised[name]() - wanted
         error = float(np.linalg.norm(difference) / (np.linalg.norm(wanted) or 1.0))
         if not error <= _MOST_ERROR[bits]:
             raise CorruptionError(

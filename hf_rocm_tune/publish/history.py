@@ -59,9 +59,18 @@ class Run:
 
 def write_log(run: Run) -> Path:
     """Write ``training_log.json``, in which numbers that are not finite are null. It names no file and no directory."""
-    log = [{key: _finite_or_none(value) for key, value in row.items()} for row in run.rows]
-    content = {"schema": 1, "run_id": run.run_id, "step": run.step, "max_steps": run.max_steps, "trained": run.trained}
-    write_text_atomic(run.directory / LOG_NAME, json.dumps(content | {"log": log}, indent=1) + "\n")
+    log = []
+    for row in run.rows:
+        log.append({key: _finite_or_none(value) for key, value in row.items()})
+    content = {
+        "schema": 1,
+        "run_id": run.run_id,
+        "step": run.step,
+        "max_steps": run.max_steps,
+        "trained": run.trained,
+        "log": log,
+    }
+    write_text_atomic(run.directory / LOG_NAME, json.dumps(content, indent=1) + "\n")
     return run.directory / LOG_NAME
 
 
@@ -81,12 +90,17 @@ def collect(directory: Path) -> Run:
     """Read the files of a run; a ``UsageError`` if there are none."""
     if not os.path.isdir(directory):  # unlike Path.is_dir, never raises
         raise UsageError(f"{directory} is not a directory: name the --output_dir of a run")
-    found, missing = [path for _, path in list_checkpoints(directory)], list[str]()
+    checkpoints = [path for _, path in list_checkpoints(directory)]
+    missing: list[str] = []
     problems, sealed = manifest.inspect(directory)
     record = read_json(directory / "run.json", missing)
     run_id = text(record, "run_id") or (sealed.run_id if sealed else "")
-    report, log = (read_json(directory / name, missing, run_id) for name in (REPORT_NAME, LOG_NAME))
-    for path in [directory / _STATE, *(path / _STATE for path in found[-1:])]:  # of a user's script; of a killed run
+    report = read_json(directory / REPORT_NAME, missing, run_id)
+    log = read_json(directory / LOG_NAME, missing, run_id)
+    states = [directory / _STATE]  # of a user's script
+    if checkpoints:
+        states.append(checkpoints[-1] / _STATE)  # of a killed run
+    for path in states:
         state = read_json(path, missing) if path.is_file() else {}
         if count(state, "global_step") > max(count(log, "step"), 0):
             if path.parent == directory:
@@ -96,17 +110,23 @@ def collect(directory: Path) -> Run:
                 "step": state.get("global_step"),
                 "log": state.get("log_history"),
             }
-    if not (found or sealed or record or report or log):
+    if not (checkpoints or sealed or record or report or log):
         raise UsageError(f"{directory} has no file of a training run: name the --output_dir of a run")
-    # A README.md may be edited.
-    damaged = [str(one) for one in problems if not one.file.endswith(".md") and (sealed or one.kind != "missing")]
+    damaged = []
+    for problem in problems:
+        is_edited = problem.file.endswith(".md")  # a README.md may be
+        if not is_edited and (sealed or problem.kind != "missing"):
+            damaged.append(str(problem))
     if sealed is None:
         missing += damaged or [f"{manifest.MANIFEST_NAME}: the run has not finished"]
+    step = None
+    if number(log, "step") is not None:
+        step = count(log, "step")
     return Run(
         directory=directory,
         run_id=run_id or text(log, "run_id"),
         rows=[row for row in items(log, "log") if isinstance(row, dict)],
-        step=count(log, "step") if number(log, "step") is not None else None,
+        step=step,
         max_steps=count(log, "max_steps") or None,
         trained=mapping(log, "trained"),
         report=report,
@@ -122,9 +142,9 @@ def collect(directory: Path) -> Run:
 def _small_pictures(directory: Path, run_id: str) -> list[dict[str, Any]]:
     """The small pictures that a run with pictures has written; what is no picture of ours is left out."""
     content = read_json(directory / SMALL_PICTURES, run_id=run_id)
-    found = [row for row in items(content, "pictures") if isinstance(row, dict)]
+    rows = [row for row in items(content, "pictures") if isinstance(row, dict)]
     known = re.compile(r"/9j/[A-Za-z0-9+/]{16,40000}={0,2}")
-    return [row for row in found[:8] if known.fullmatch(text(row, "jpeg"))]
+    return [row for row in rows[:8] if known.fullmatch(text(row, "jpeg"))]
 
 
 def read_json(path: Path, missing: list[str] | None = None, run_id: str = "") -> dict[str, Any]:

@@ -34,22 +34,22 @@ class Leftovers:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def lines(self, *, reward: bool) -> list[str]:
-        """What is told of them; a reward model is another class than its base, whose head it does not take over."""
+        """What is printed of them; a reward model is another class than its base, whose head it does not take over."""
         names = sorted(self.tensors)
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         shown = f"{', '.join(names[:_SHOWN])}{more}"
         noun = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-        found = []
+        lines = []
         if names and reward:
-            found.append(f"{noun} of the base left out, for which a reward model has no place: {shown}")
+            lines.append(f"{noun} of the base left out, for which a reward model has no place: {shown}")
         elif names:
-            found.append(
+            lines.append(
                 f"{noun} of the base ({self.nbytes / 1e9:.3g} GB) are copied as they are, because transformers does "
                 f"not load them and the adapter does not change them: {shown}"
             )
         if self.files:
-            found.append(f"weight files of the base that its index does not name are left out: {', '.join(self.files)}")
-        return found
+            lines.append(f"weight files of the base that its index does not name are left out: {', '.join(self.files)}")
+        return lines
 
 
 def leftovers_of(directory: Path, loaded: Collection[tuple[str, str]]) -> Leftovers:

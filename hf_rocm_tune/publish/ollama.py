@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
 
-_SYSTEM, _USER, _ANSWER = "«system»", "«user»", "«answer»"
+_SYSTEM = "«system»"
+_USER = "«user»"
+_ANSWER = "«answer»"
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Pieces:
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """A conversation, and the start of the next answer, as Ollama renders `template`."""
-        system = next((one["content"] for one in messages if one["role"] == "system"), "")
+        system = next((message["content"] for message in messages if message["role"] == "system"), "")
         text = self.begin
+        folded = ""  # into the first message of the user
         if system and self.in_user is None:
             text = self.system[0] + system + self.system[1]
-        folded = system + self.in_user if system and self.in_user is not None else ""
+        elif system and self.in_user is not None:
+            folded = system + self.in_user
         for message in messages:
             if message["role"] == "user":
                 text += self.user[0] + folded + message["content"] + self.user[1]
@@ -48,14 +51,17 @@ class Pieces:
     @property
     def template(self) -> str:
         """For ``TEMPLATE`` of a Modelfile."""
-        begin, prompt = _literal(self.begin), _literal(self.prompt)
+        begin = _literal(self.begin)
+        prompt = _literal(self.prompt)
         before_system, after_system = map(_literal, self.system)
         before_user, after_user = map(_literal, self.user)
         before_answer, after_answer = map(_literal, self.answer)
         user = "{{ .Content }}"
         if self.in_user is None:
             head = "{{ if .System }}" + before_system + "{{ .System }}" + after_system
-            head += ("{{ else }}" + begin if begin else "") + "{{ end }}"
+            if begin:
+                head += "{{ else }}" + begin
+            head += "{{ end }}"
         else:
             head = "{{ $system := .System }}" + begin
             user = "{{ if $system }}{{ $system }}" + _literal(self.in_user) + '{{ $system = "" }}{{ end }}' + user
@@ -66,7 +72,9 @@ class Pieces:
 
 def _literal(text: str) -> str:
     """A text in a template of Go: two braces, or one before an action, would begin another action."""
-    return text.replace("{", '{{ "{" }}') if "{{" in text or text.endswith("{") else text
+    if "{{" in text or text.endswith("{"):
+        return text.replace("{", '{{ "{" }}')
+    return text
 
 
 def _can_be_written(text: str) -> bool:
@@ -79,10 +87,11 @@ def pieces_of(tokenizer: Any, *, adds_bos: bool) -> Pieces | None:
 
     ``adds_bos``: Ollama puts the bos token before the prompt itself, so that the template must not.
     """
-    bos = tokenizer.bos_token if adds_bos and tokenizer.bos_token else ""
-
     if "strftime_now" in str(tokenizer.chat_template):  # the day of this export would stand in it for ever
         return None
+    bos = ""
+    if adds_bos and tokenizer.bos_token:
+        bos = tokenizer.bos_token
 
     def rendered(messages: Sequence[Mapping[str, str]]) -> str | None:
         try:
@@ -91,16 +100,21 @@ def pieces_of(tokenizer: Any, *, adds_bos: bool) -> Pieces | None:
             return None
         return str(text).removeprefix(bos)
 
-    found = _derived(rendered, [token.content for token in tokenizer.added_tokens_decoder.values()])
-    if found is None or not _can_be_written(found.template):
+    pieces = _derived(rendered, [token.content for token in tokenizer.added_tokens_decoder.values()])
+    if pieces is None or not _can_be_written(pieces.template):
         return None
-    return found if all(rendered(one) == found.render(one) for one in _conversations(found)) else None
+    for messages in _conversations(pieces):
+        if rendered(messages) != pieces.render(messages):
+            return None
+    return pieces
 
 
 def _derived(rendered: Any, tokens: Sequence[str]) -> Pieces | None:
     """Pieces of conversations that end with a user, as every prompt does: an answer at the end may be another text."""
-    user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
-    alone, after = rendered([user]), rendered([user, answer, user])
+    user = {"role": "user", "content": _USER}
+    answer = {"role": "assistant", "content": _ANSWER}
+    alone = rendered([user])
+    after = rendered([user, answer, user])
     if alone is None or after is None:
         return None
     parts = re.split(f"{_USER}|{_ANSWER}", after)
@@ -108,9 +122,10 @@ def _derived(rendered: Any, tokens: Sequence[str]) -> Pieces | None:
         return None
     first, to_answer, to_user, to_prompt = parts
     before_user = _common_end(first, to_user)
-    starts = [at for token in tokens if (at := before_user.find(token)) >= 0]
+    starts = [before_user.find(token) for token in tokens if token in before_user]
     before_user = before_user[min(starts, default=0) :]  # not from the middle of another token
-    begin, after_answer = first[: len(first) - len(before_user)], to_user[: len(to_user) - len(before_user)]
+    begin = first[: len(first) - len(before_user)]
+    after_answer = to_user[: len(to_user) - len(before_user)]
     # Where a user's turn ends as an answer does; else its end belongs to the beginning of the answer.
     ends_alike = to_answer.startswith(after_answer) and to_prompt.startswith(after_answer)
     after_user = after_answer if ends_alike else ""
@@ -130,23 +145,34 @@ def _derived(rendered: Any, tokens: Sequence[str]) -> Pieces | None:
         return None
     if before_user and head[1].endswith(before_user):
         return replace(plain, system=(head[0], head[1][: len(head[1]) - len(before_user)]))
-    return replace(plain, in_user=head[1]) if head[0] == first else None
+    if head[0] != first:
+        return None
+    return replace(plain, in_user=head[1])
 
 
-def _common_end(one: str, other: str) -> str:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return one[len(one) - length :]
+def _common_end(text: str, other: str) -> str:
+    length = 0
+    for letter, letter_of_other in zip(reversed(text), reversed(other), strict=False):
+        if letter != letter_of_other:
+            break
+        length += 1
+    return text[len(text) - length :]
 
 
 def _conversations(pieces: Pieces) -> list[list[dict[str, str]]]:
     """Conversations that the pieces must render as the Jinja template does."""
-    turns = [("user", "A question?"), ("assistant", "An answer."), ("user", "Another, with 2 < 3?")]
-    more = [*turns, ("assistant", "Two\nlines."), ("user", "The last.")]
-    talks = [turns[:1], turns, more]
+    turns = [
+        {"role": "user", "content": "A question?"},
+        {"role": "assistant", "content": "An answer."},
+        {"role": "user", "content": "Another, with 2 < 3?"},
+        {"role": "assistant", "content": "Two\nlines."},
+        {"role": "user", "content": "The last."},
+    ]
+    conversations = [turns[:1], turns[:3], turns]
     if pieces.system != ("", "") or pieces.in_user is not None:
-        talks += [[("system", "Be brief."), *talk] for talk in talks]
-    return [[{"role": role, "content": content} for role, content in talk] for talk in talks]
+        system = {"role": "system", "content": "Be brief."}
+        conversations += [[system, *conversation] for conversation in conversations]
+    return conversations
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

@@ -49,39 +49,51 @@ def build(
     the file with the curve of the loss, ``adapter`` what ``adapter_config.json`` holds, None for a whole model.
     """
     base = published_names([text(run.settings, "model_name_or_path")], private, run.settings.get("hub_base_model_id"))
+    base_id = base[0] if base else ""
     clean = run.without(private)
-    trained, ids = clean.trained, published_names(datasets, private)
+    trained = clean.trained
+    ids = published_names(datasets, private)
     adapted = trained["adapter_dtype"] is not None
     auto, task = _TASKS.get(trained["model_class"].rpartition("For")[2], (trained["model_class"], None))
+    held_by = "AutoTokenizer"
     sees = bool({"image", "images"} & {*columns}) and task != "text-classification"
     if sees:
         auto, task = "AutoModelForImageTextToText", "image-text-to-text"
+        held_by = "AutoProcessor"
+    tags = ["transformers", "trl", method, "hf-rocm-tune", "generated_from_trainer"]
+    library = "transformers"
+    relation = "finetune"
+    if adapted:
+        tags.append("lora")
+        library = "peft"
+        relation = "adapter"
     metadata = ModelCardData(
-        library_name="peft" if adapted else "transformers",
-        tags=sorted(["transformers", "trl", method, "hf-rocm-tune", "generated_from_trainer"] + ["lora"] * adapted),
-        base_model=base[0] if base else None,
-        base_model_relation=("adapter" if adapted else "finetune") if base else None,
+        library_name=library,
+        tags=sorted(tags),
+        base_model=base_id or None,
+        base_model_relation=relation if base_id else None,
         datasets=ids or None,
         pipeline_tag=task,
     )  # licence and language are the base model's and the data's
+    trainer = "RewardTrainer" if method == "reward" else f"{method.upper()}Trainer"
     repo_id = text(clean.settings, "hub_model_id") if clean.settings.get("push_to_hub") is True else ""
     body = render(
         "readme.md.j2",
         run=clean,
         trained=trained,
         name=repo_id.rpartition("/")[2] or scrub_text(run.directory.absolute().name, private).strip() or "model",
-        base=base[0] if base else Path(text(clean.settings, "model_name_or_path")).name,
-        base_id=base[0] if base else "",
+        base=base_id or Path(text(clean.settings, "model_name_or_path")).name,
+        base_id=base_id,
         datasets=ids,
         columns=columns,
         picture=picture,
         repo_id=repo_id,
-        trainer="RewardTrainer" if method == "reward" else f"{method.upper()}Trainer",
+        trainer=trainer,
         adapted=adapted,
         scores=task == "text-classification",
         auto=auto,
         sees=sees,
-        held_by="AutoProcessor" if sees else "AutoTokenizer",
+        held_by=held_by,
         verdict=clean.verdict,
         served=serving.lines(scrub_json(adapter or {}, private), repo_id or "."),
     )
@@ -91,8 +103,12 @@ def build(
 
 def kept(file: Path) -> bytes | None:
     """The bytes of a ``README.md`` that a person wrote or edited; None if there is none or it is ours."""
-    content = file.read_bytes() if file.exists() else None
-    return None if content is None or is_ours(content.decode("utf-8", "replace")) else content
+    if not file.exists():
+        return None
+    content = file.read_bytes()
+    if is_ours(content.decode("utf-8", "replace")):
+        return None
+    return content
 
 
 def is_ours(content: str) -> bool:
@@ -135,7 +151,12 @@ def clean_readme(content: str, private: Private, *, base_model_id: str | None = 
 
 def published_names(names: Iterable[str], private: Private, given: Any = None) -> list[str]:
     """The ids on the Hub of models or datasets, also of paths in the Hub's cache; ``given`` for other local ones."""
-    ids = [name if not private.is_local(name) and is_hub_id(name) else given or hub_id_of(name) for name in names]
+    ids: list[Any] = []
+    for name in names:
+        if not private.is_local(name) and is_hub_id(name):
+            ids.append(name)
+        else:
+            ids.append(given or hub_id_of(name))
     return list(dict.fromkeys(filter(None, ids)))
 
 
