@@ -288,9 +288,11 @@ def talk(loaded: Loaded, lines: Iterable[str]) -> Messages:
         if text in ("exit", "quit", "/exit", "/quit"):
             break
         if text == "/reset":
-            messages, shown = [], []
+            messages = []
+            shown = []
             say("the conversation is cleared")
-        elif text.startswith("/image ") and (name := text.removeprefix("/image ").strip()):
+        elif text.startswith("/image ") and text.removeprefix("/image ").strip():
+            name = text.removeprefix("/image ").strip()
             try:
                 open_picture(loaded, name)
             except UsageError as refused:
@@ -304,7 +306,8 @@ def talk(loaded: Loaded, lines: Iterable[str]) -> Messages:
             content: Any = text
             if shown:
                 content = [*({"type": "image", "image": name} for name in shown), {"type": "text", "text": text}]
-            asked, pieces = [*messages, {"role": "user", "content": content}], list[str]()
+            asked = [*messages, {"role": "user", "content": content}]
+            pieces: list[str] = []
             try:
                 seen = render_pictures(conversation, asked) if pictured(asked) else None
                 ids = render(loaded, asked) if seen is None else seen["input_ids"][0].tolist()
@@ -314,5 +317,6 @@ def talk(loaded: Loaded, lines: Iterable[str]) -> Messages:
                 continue
             except KeyboardInterrupt:
                 say("stopped")
-            messages, shown = [*asked, {"role": "assistant", "content": "".join(pieces)}], []
+            messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+            shown = []
     return messages

@@ -77,7 +77,8 @@ def loaded_model(settings: Settings, say: Callable[[str], None]) -> Iterator[Loa
     """Load, report what was verified, and close the mover at the end."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     adapter = None
-    if (directory := find_adapter(settings.model, settings.revision)) is not None:
+    directory = find_adapter(settings.model, settings.revision)
+    if directory is not None:
         adapter = read_adapter(settings.model, directory)
     elif settings.base or settings.compare:
         flag = f"--base {settings.base}" if settings.base else "--compare"
@@ -86,14 +87,16 @@ def loaded_model(settings: Settings, say: Callable[[str], None]) -> Iterator[Loa
     try:
         scores = "ForSequenceClassification" in str(check_source(source, device).architectures)
     except UsageError as error:
-        raise UsageError(f"{error}{'; --base names another base of the adapter' if adapter else ''}") from error
+        hint = "; --base names another base of the adapter" if adapter else ""
+        raise UsageError(f"{error}{hint}") from error
     if scores or (adapter is not None and adapter.is_reward):
         raise UsageError(
             f"{settings.model} is a reward model, or another that classifies: it gives scores and no text; the code in "
             "its README.md scores a text"
         )
     with Mover(device, settings=TransferSettings(), faults=FaultSpec.from_environment()) as mover:
-        if (faults := mover.fault_injection()) is not None:
+        faults = mover.fault_injection()
+        if faults is not None:
             say(f"faults are injected on request: {faults}")
         model: Any
         model, seconds = load_model(source, mover)
@@ -109,10 +112,12 @@ def loaded_model(settings: Settings, say: Callable[[str], None]) -> Iterator[Loa
                 say("it was trained on 4-bit weights and the base is loaded unquantised; --load_in_4bit quantises it")
         model.eval()
         covered = coverage(model, mover)
-        missing = ", ".join(row["tensor"] for row in covered.unverified[:3])
+        unverified = ""
+        if covered.unverified:
+            unverified = f" (not: {', '.join(row['tensor'] for row in covered.unverified[:3])})"
         say(
             f"{source.name}: {size(covered.device_bytes)} loaded in {seconds:.1f} s; {covered.share} of the "
-            f"bytes on the device verified{f' (not: {missing})' if missing else ''}; weight files attested "
+            f"bytes on the device verified{unverified}; weight files attested "
             f"{records.attested}, not attested {len(records.unknown)}"
         )
         tokenizer, processor = _tokenizer(source, adapter)
@@ -123,12 +128,17 @@ def loaded_model(settings: Settings, say: Callable[[str], None]) -> Iterator[Loa
 
 
 def _source(settings: Settings, adapter: Adapter | None) -> ModelSource:
-    base = base_of(adapter, settings.base) if adapter else None
-    dtype, quantization = settings.dtype, None
+    name, revision = settings.model, settings.revision
+    if adapter:
+        base = base_of(adapter, settings.base)
+        name, revision = base.name, base.revision
+    dtype = settings.dtype
+    quantization = None
     if settings.load_in_4bit:
         from transformers import BitsAndBytesConfig
 
-        dtype = "bfloat16" if dtype == "auto" else dtype  # as the QLoRA runs of this package
+        if dtype == "auto":
+            dtype = "bfloat16"  # as the QLoRA runs of this package
         known = adapter.settings if adapter else {}
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -137,8 +147,8 @@ def _source(settings: Settings, adapter: Adapter | None) -> ModelSource:
             bnb_4bit_use_double_quant=known.get("use_bnb_nested_quant", True),
         )
     return ModelSource(
-        name=base.name if base else settings.model,
-        revision=(base.revision if base else settings.revision) or "main",
+        name=name,
+        revision=revision or "main",
         trust_remote_code=settings.trust_remote_code,
         init={"dtype": dtype},
         quantization=quantization,
@@ -152,9 +162,15 @@ def _placer(mover: Mover, dtype: torch.dtype, *, quantised: bool) -> Callable[[T
     prefixes = (*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "trainable_tokens")
 
     def to_device(tensor: Tensor, name: str) -> Tensor:
-        whole = not any(prefix in name for prefix in prefixes)
-        wanted = dtype if whole else tensor.dtype if quantised else torch.promote_types(tensor.dtype, torch.float32)
-        cast = wanted if tensor.is_floating_point() else None
+        cast = None
+        if tensor.is_floating_point():
+            whole = not any(prefix in name for prefix in prefixes)
+            if whole:
+                cast = dtype
+            elif quantised:
+                cast = tensor.dtype
+            else:
+                cast = torch.promote_types(tensor.dtype, torch.float32)
         return mover.move(tensor, name=name, stage="adapter", source=WEIGHTS_FILE, dtype=cast)
 
     return to_device
@@ -188,10 +204,12 @@ def render(loaded: Loaded, prompt: Prompt) -> list[int]:
     from jinja2 import TemplateError
 
     tokenizer: Any = loaded.tokenizer
-    system, raw = loaded.settings.system, loaded.settings.raw
+    system = loaded.settings.system
+    raw = loaded.settings.raw
     plain = raw or not tokenizer.chat_template
     if plain and system:
-        raise UsageError(f"--system needs a chat template, and {'--raw leaves it out' if raw else 'there is none'}")
+        why = "--raw leaves it out" if raw else "there is none"
+        raise UsageError(f"--system needs a chat template, and {why}")
     if plain and not isinstance(prompt, str):
         raise UsageError(
             f"the prompt is a conversation, but the tokenizer of {loaded.settings.model} has no chat template"
@@ -200,9 +218,11 @@ def render(loaded: Loaded, prompt: Prompt) -> list[int]:
         if plain:
             ids = tokenizer(prompt)["input_ids"]
         else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            messages = [*([{"role": "system", "content": system}] if system else []), *messages]
-            messages = messages if loaded.processor is None else _in_parts(messages)
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+            if system:
+                messages.insert(0, {"role": "system", "content": system})
+            if loaded.processor is not None:
+                messages = _in_parts(messages)
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"the prompt cannot be rendered: {str(error).splitlines()[0]}") from error
@@ -213,9 +233,14 @@ def render(loaded: Loaded, prompt: Prompt) -> list[int]:
 
 def pictured(prompt: Prompt) -> bool:
     """Whether a conversation has pictures."""
-    contents = [message["content"] for message in prompt if isinstance(message, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return any(part.get("type") != "text" for part in parts)
+    for message in prompt:
+        content = message["content"] if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            continue
+        for part in content:
+            if isinstance(part, dict) and part.get("type") != "text":
+                return True
+    return False
 
 
 def open_picture(loaded: Loaded, source: str) -> Any:
@@ -243,7 +268,8 @@ def render_pictures(loaded: Loaded, prompt: Prompt) -> dict[str, Tensor]:
     """
     from hf_rocm_tune.data.pictures import PictureRows
 
-    processor, settings = loaded.processor, loaded.settings
+    processor = loaded.processor
+    settings = loaded.settings
     images = [open_picture(loaded, source) for source in settings.image]
     raw = settings.raw or not getattr(processor, "chat_template", None)
     text = prompt if isinstance(prompt, str) else ""
@@ -270,12 +296,12 @@ def render_pictures(loaded: Loaded, prompt: Prompt) -> dict[str, Tensor]:
 
 def _in_parts(messages: Messages) -> Messages:
     """Messages whose texts are parts, as the templates of image-text models read them and as TRL trains them."""
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message["content"], str)
-        else message
-        for message in messages
-    ]
+    in_parts = []
+    for message in messages:
+        if isinstance(message["content"], str):
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+        in_parts.append(message)
+    return in_parts
 
 
 def answer(
@@ -307,9 +333,12 @@ def answer(
             raise UsageError(
                 f"the generation_config.json of {loaded.base} cannot be used: {first_line(error)}; correct it"
             ) from error
-    # A decoder with an encoder begins with a token of its own, and does not repeat the prompt.
-    new = made[0, 1 if loaded.model.config.is_encoder_decoder else len(ids) :].tolist()
-    return Answer("".join(stream.pieces), len(new), complete=new[-1:] != [] and new[-1] in (config.eos_token_id or []))
+    first = len(ids)
+    if loaded.model.config.is_encoder_decoder:
+        first = 1  # its decoder begins with a token of its own, and does not repeat the prompt
+    new = made[0, first:].tolist()
+    complete = bool(new) and new[-1] in (config.eos_token_id or [])
+    return Answer("".join(stream.pieces), len(new), complete=complete)
 
 
 def _config(loaded: Loaded, prompt_tokens: int) -> GenerationConfig:
@@ -321,8 +350,8 @@ def _config(loaded: Loaded, prompt_tokens: int) -> GenerationConfig:
         raise UsageError(f"the prompt has {prompt_tokens} tokens, and {settings.model} takes {length}: shorten it")
     config: GenerationConfig = deepcopy(loaded.model.generation_config)
     config.max_new_tokens = room
-    names = ("temperature", "top_p", "top_k")
-    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    given = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
+    given = {name: value for name, value in given.items() if value is not None}
     if settings.temperature == 0:  # the likeliest token each time
         config.do_sample = False
         config.temperature = config.top_p = config.top_k = config.min_p = None
@@ -346,7 +375,8 @@ _KEPT = (
 def _for_one_answer(given: GenerationConfig) -> GenerationConfig:
     """What a model says about the choice of tokens; not about beams, several answers and other models, which cannot be
     streamed."""
-    return GenerationConfig(**{name: value for name in _KEPT if (value := getattr(given, name, None)) is not None})
+    kept = {name: getattr(given, name, None) for name in _KEPT}
+    return GenerationConfig(**{name: value for name, value in kept.items() if value is not None})
 
 
 class _Stream(TextStreamer):

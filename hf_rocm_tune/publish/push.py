@@ -115,7 +115,8 @@ def push(
         CorruptionError: the run ended with corruption, or the Hub states another hash than was sent.
         HubError: the Hub does not accept it now.
     """
-    settings, directory = settings or PushSettings(), Path(directory)
+    settings = settings or PushSettings()
+    directory = Path(directory)
     signer = signing.signer(settings.sign) if settings.sign is not None else None
     repository = _Repository(directory, repo_id, settings, token)
     pieces = repository.stage(_parts(directory, settings.checkpoints))
@@ -153,11 +154,17 @@ class _Piece(NamedTuple):
 
 def _parts(directory: Path, wanted: Checkpoints) -> dict[str, Path]:
     """A result and the checkpoints that are wanted, by their folders on the Hub."""
-    found = [path for _, path in list_checkpoints(directory)] if wanted != "none" else []
-    if wanted != "none" and not found:
+    parts = {"": directory}
+    if wanted == "none":
+        return parts
+    checkpoints = [path for _, path in list_checkpoints(directory)]
+    if not checkpoints:
         raise UsageError(f"--checkpoints {wanted}: there is no checkpoint-N in {directory}; leave the flag out")
-    folders = {_LAST: found[-1]} if wanted == "last" else {f"{path.name}/": path for path in found}
-    return {"": directory, **folders}
+    if wanted == "last":
+        parts[_LAST] = checkpoints[-1]
+    else:
+        parts |= {f"{path.name}/": path for path in checkpoints}
+    return parts
 
 
 def _sealed(directory: Path) -> Manifest:
@@ -185,25 +192,41 @@ def _piece(directory: Path, name: str, entry: FileEntry, private: Private, base_
         if file.is_symlink() or not file.is_file():
             raise UsageError(f"{file} is a link or no plain file: replace it by the file")
         return _Piece.of(clean_readme(read_bytes(file).decode(), private, base_model_id=base_model_id).encode())
-    if problems := manifest.compare(directory, {name: entry}):
+    problems = manifest.compare(directory, {name: entry})
+    if problems:
         raise UsageError(f"{directory}: {problems[0]}: the files are not what was trained, so nothing is uploaded")
     is_json = file.suffix == ".json" and file.name not in _VOCABULARIES
     with file.open("rb") as opened:  # in large files names come first, then numbers
-        begin = opened.read(-1 if is_json else _LARGE + 1)
-    piece = _Piece(entry, file) if len(begin) > _LARGE and not is_json else _Piece.of(begin)
+        begin = opened.read() if is_json else opened.read(_LARGE + 1)
+    if len(begin) > _LARGE and not is_json:
+        piece = _Piece(entry, file)
+    else:
+        piece = _Piece.of(begin)
     if piece.entry != entry:
         raise UsageError(f"{file} differs from {MANIFEST_NAME}: it is damaged, or being written")
     if not is_json:
-        if found := find_private(begin, private):
-            raise UsageError(f"{file} holds {found}, and files of this kind cannot be rewritten: remove it")
+        secret = find_private(begin, private)
+        if secret:
+            raise UsageError(f"{file} holds {secret}, and files of this kind cannot be rewritten: remove it")
         return piece
     given = parse_json(begin)
-    public = given
-    for key in _BASE_KEYS if isinstance(given, dict) else ():
-        if isinstance(base := given.get(key), str) and base and private.is_local(base):
-            public = public | {key: next(iter(published_names([base], private, base_model_id)), Path(base).name)}
-    public = scrub_json(public, private, names=file.name == REPORT_NAME)
-    return piece if public == given else _Piece.of((json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode())
+    public = scrub_json(_with_public_base(given, private, base_model_id), private, names=file.name == REPORT_NAME)
+    if public == given:
+        return piece
+    return _Piece.of((json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _with_public_base(content: Any, private: Private, base_model_id: str | None) -> Any:
+    """The content of a JSON file, in which a base is named by its id on the Hub instead of a path."""
+    if not isinstance(content, dict):
+        return content
+    public = {**content}
+    for key in _BASE_KEYS:
+        base = content.get(key)
+        if isinstance(base, str) and base and private.is_local(base):
+            names = published_names([base], private, base_model_id)
+            public[key] = names[0] if names else Path(base).name
+    return public
 
 
 # ---- the Hub --------------------------------------------------------------------------------------------------------
@@ -214,13 +237,16 @@ class _Repository:
 
     def __init__(self, directory: Path, repo_id: str, settings: PushSettings, token: str | None) -> None:
         self.repo_id = repo_id  # complete once the repository has been opened
-        self._settings, self._is_open = settings, False
-        given, adapter = run_settings(directory), read_json(directory / "adapter_config.json")
+        self._settings = settings
+        self._is_open = False
+        given = run_settings(directory)
+        adapter = read_json(directory / "adapter_config.json")
         bases = [given.get("model_name_or_path"), adapter.get("base_model_name_or_path")]
-        paths = dict.fromkeys(local_paths(given), "") | dict.fromkeys(local_paths(bases), settings.base_model_id or "")
+        paths = dict.fromkeys(local_paths(given), "")
+        paths |= dict.fromkeys(local_paths(bases), settings.base_model_id or "")
         paths[str(directory.absolute())] = repo_id
-        secrets = [token, get_token() if token is None else None]
-        self._private = Private.of_this_machine(os.environ, paths=paths, secrets=secrets)
+        secret = get_token() if token is None else token
+        self._private = Private.of_this_machine(os.environ, paths=paths, secrets=[secret])
         remember({"secret": list(self._private.secrets)})
         for handler in logging.getLogger("huggingface_hub").handlers:
             handler.addFilter(_redact_record)  # adding it again changes nothing
@@ -230,7 +256,8 @@ class _Repository:
         """What is published of directories, by path on the Hub; files that only a resume needs go into folders only."""
         pieces: dict[str, _Piece] = {}
         for prefix, directory in parts.items():
-            written, own = _sealed(directory), dict[str, _Piece]()
+            written = _sealed(directory)
+            own: dict[str, _Piece] = {}
             try:
                 for name, entry in sorted(written.files.items()):
                     deleted = name == README_NAME and not os.path.lexists(directory / name)
@@ -245,7 +272,8 @@ class _Repository:
 
     def open(self) -> None:
         """Create the repository and its branch where they do not exist; a public one where ``private`` is refused."""
-        hidden, revision = self._settings.private is not False, self._settings.revision
+        hidden = self._settings.private is not False
+        revision = self._settings.revision
         with self._errors():
             self.repo_id = self._api.create_repo(self.repo_id, private=hidden, exist_ok=True).repo_id
             public = self._settings.private and not self._api.repo_info(self.repo_id).private
@@ -268,15 +296,8 @@ class _Repository:
         revision = self._settings.revision
         with self._errors():
             head = str(self._api.repo_info(self.repo_id, revision=revision).sha)
-            there, earlier = self._files(head), dict[str, FileEntry]()
-            if MANIFEST_NAME in there:
-                old = manifest.read(Path(self._api.hf_hub_download(self.repo_id, MANIFEST_NAME, revision=head)).parent)
-                earlier = dict(old.files) if isinstance(old, Manifest) else {}
-            # Remaining files of an earlier push would be loaded together with the new ones.
-            folders = {path.partition("/")[0] for path in pieces if "/" in path}
-            stale = [path for path in there.keys() - pieces if path in earlier or path.partition("/")[0] in folders]
-            # The signature of what was there before does not hold for what is there now.
-            stale += [path for path in there.keys() - pieces if path == SIGNATURE_NAME and path not in stale]
+            there = self._files(head)
+            stale = self._stale(there, pieces, head)
             lacking = [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]
             changes: list[Any] = [self._addition(path, pieces[path]) for path in lacking]
             changes += [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in stale]
@@ -284,7 +305,8 @@ class _Repository:
                 done = self._api.create_commit(self.repo_id, changes, commit_message=message, revision=revision)
                 head = str(done.oid)
                 there = self._files(head)
-        if wrong := [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]:
+        wrong = [path for path, piece in pieces.items() if not piece.is_stored(there.get(path))]
+        if wrong:
             raise CorruptionError(
                 f"{self.repo_id} on the Hub has another hash than was sent for {', '.join(wrong[:3])} (commit "
                 f"{head[:10]}). The local files are correct: delete those on the Hub, or push to another repository"
@@ -305,9 +327,24 @@ class _Repository:
             self._api.preupload_lfs_files(self.repo_id, additions=[addition], revision=self._settings.revision)
         return addition
 
+    def _stale(self, there: Mapping[str, RepoFile], pieces: Mapping[str, _Piece], head: str) -> list[str]:
+        """Files of an earlier push, which would be loaded together with the new ones, and its signature, which does
+        not hold for what is there now."""
+        earlier: Mapping[str, FileEntry] = {}
+        if MANIFEST_NAME in there:
+            old = manifest.read(Path(self._api.hf_hub_download(self.repo_id, MANIFEST_NAME, revision=head)).parent)
+            if isinstance(old, Manifest):
+                earlier = old.files
+        folders = {path.partition("/")[0] for path in pieces if "/" in path}
+        stale = []
+        for path in there.keys() - pieces:
+            if path in earlier or path.partition("/")[0] in folders or path == SIGNATURE_NAME:
+                stale.append(path)
+        return stale
+
     def _files(self, commit: str) -> dict[str, RepoFile]:
-        found = self._api.list_repo_tree(self.repo_id, recursive=True, revision=commit)
-        return {one.path: one for one in found if isinstance(one, RepoFile)}
+        entries = self._api.list_repo_tree(self.repo_id, recursive=True, revision=commit)
+        return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -323,27 +360,28 @@ class _Repository:
 
 def _redact_record(record: logging.LogRecord) -> bool:
     """Remove secrets, and the query part of addresses (signatures of uploads), from a log record."""
-    record.msg, record.args = re.sub(r"(://[^\s?]*)(?:\?\S*)?", r"\1", redact(record.getMessage())), ()
+    record.msg = re.sub(r"(://[^\s?]*)(?:\?\S*)?", r"\1", redact(record.getMessage()))
+    record.args = ()
     return True
 
 
 def _explained(error: BaseException, repo_id: str) -> TuneError:
-    said = " ".join(str(error).split())
-    if isinstance(error, ValueError) and README_NAME in said:
-        return UsageError(f"the Hub refuses the model card: {said}; correct it")
+    message = " ".join(str(error).split())
+    if isinstance(error, ValueError) and README_NAME in message:
+        return UsageError(f"the Hub refuses the model card: {message}; correct it")
     if isinstance(error, HFValidationError):
         return UsageError(f"{repo_id!r} is not a valid repository name: write USER/NAME")
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # huggingface_hub wraps those of uploads
         error = error.__cause__
     if not isinstance(error, HfHubHTTPError):
-        return HubError(f"the Hub cannot be reached ({type(error).__name__}: {said}): check the network")
+        return HubError(f"the Hub cannot be reached ({type(error).__name__}: {message}): check the network")
     status = error.response.status_code
     info = f"{status}: {error.server_message}" if error.server_message else str(status)
     if status >= 500 or status in (408, 409, 412, 425, 429):
         return HubError(f"the Hub answers {info}: try again later")
-    fix = (
-        "" if status not in (401, 403) else f": make a token with write access at {_TOKENS_PAGE}, then `hf auth login`"
-    )
+    fix = ""
+    if status in (401, 403):
+        fix = f": make a token with write access at {_TOKENS_PAGE}, then `hf auth login`"
     return UsageError(f"the Hub refuses the push to {repo_id} ({info}){fix}")
 
 
@@ -368,7 +406,9 @@ class Publisher(_Repository):
         self, args: Any, *, base_model_id: str | None = None, token: str | None = None, say: Say = print
     ) -> None:
         self._strategy: str = getattr(args.hub_strategy, "value", args.hub_strategy)
-        self._wait_for_each, self._say, self.alive = bool(args.hub_always_push), say, lambda: None
+        self._wait_for_each = bool(args.hub_always_push)
+        self._say = say
+        self.alive = lambda: None
         settings = PushSettings(
             private=args.hub_private_repo,
             revision=args.hub_revision or "main",
@@ -388,9 +428,10 @@ class Publisher(_Repository):
 
     def checkpoint(self, directory: Path) -> None:
         """Push a complete checkpoint, by the strategy. Failures are reported."""
-        name, step = directory.name, directory.name.rpartition("-")[2]
         if self._strategy == "end":
             return
+        name = directory.name
+        step = name.rpartition("-")[2]
         if self._thread is not None and self._thread.is_alive():
             self._say(f"{name} is not pushed, because the push of an earlier checkpoint goes on")
             return
@@ -456,7 +497,8 @@ def main(argv: Sequence[str]) -> int:
     help_sign = "a private key (PEM, elliptic curve): sign all that is published, for `hf-rocm-tune verify --key`"
     add("--sign", type=Path, metavar="KEY", help=help_sign)
     wanted = vars(parser.parse_args(list(argv)))
-    directory, repo_id = wanted.pop("directory"), wanted.pop("repo_id")
+    directory = wanted.pop("directory")
+    repo_id = wanted.pop("repo_id")
     try:
         done = push(directory, repo_id, settings=PushSettings(**wanted), say=say)
     except HubError as error:

@@ -96,21 +96,24 @@ def check(fields: Mapping[str, Any], model: Model, tensors: Mapping[str, Any]) -
     for otherwise in (_other_layers(fields, model), _other_routing(fields, model)):
         if otherwise is not None:
             raise UsageError(otherwise)
-    if wrong := differences(fields, model, tensors):
+    wrong = differences(fields, model, tensors)
+    if wrong:
         raise CorruptionError(
             f"the GGUF file differs from the merged model: {'; '.join(wrong[:3])} ({len(wrong)} in all): llama.cpp "
             "would read other text than was trained, so the file is not kept; --llama_cpp may name a newer llama.cpp"
         )
     words = "vocabulary, special tokens, chat template and settings"
-    said = f"GGUF read back: {words} are the merged model's ({len(fields.get('tokenizer.ggml.tokens', ()))} tokens)"
-    if further := sorted(set(_templates_of(model.tokenizer)) - {"default"}):
-        said += f". It has the chat templates default and {', '.join(further)}; llama.cpp uses {_used_of(further)}"
-    return said
+    tokens = len(fields.get("tokenizer.ggml.tokens", ()))
+    text = f"GGUF read back: {words} are the merged model's ({tokens} tokens)"
+    others = sorted(set(_templates_of(model.tokenizer)) - {"default"})
+    if others:
+        text += f". It has the chat templates default and {', '.join(others)}; llama.cpp uses {_used_of(others)}"
+    return text
 
 
-def _used_of(further: Sequence[str]) -> str:
+def _used_of(others: Sequence[str]) -> str:
     """Which of several templates llama.cpp uses: it asks for ``tool_use`` alone (``common_chat_templates_init``)."""
-    if _TOOLS in further:
+    if _TOOLS in others:
         return f"{_TOOLS} for requests with tools, default for all others"
     return "default alone"
 
@@ -131,17 +134,21 @@ def ends_to_add(fields: Mapping[str, Any], model: Model) -> dict[str, int]:
     """End tokens that llama.cpp would not stop at, by the role in which the file can name them: ``eot``, ``eom``."""
     tokens = fields.get("tokenizer.ggml.tokens", ())
     named = {fields.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")}
-    missing = [end for end in model.ends if end not in named and end < len(tokens) and tokens[end] not in _ENDS_BY_TEXT]
+    missing = []
+    for end in model.ends:
+        if end not in named and end < len(tokens) and tokens[end] not in _ENDS_BY_TEXT:
+            missing.append(end)
     free = [role for role in ("eot", "eom") if f"tokenizer.ggml.{role}_token_id" not in fields]
     return dict(zip(free, missing, strict=False))
 
 
 def adds_bos(fields: Mapping[str, Any]) -> bool | None:
     """Whether llama.cpp puts the bos token before a text; None where that is its own choice."""
-    said = fields.get("tokenizer.ggml.add_bos_token")
-    if said is not None:
-        return bool(said)
-    kind, rule = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    stated = fields.get("tokenizer.ggml.add_bos_token")
+    if stated is not None:
+        return bool(stated)
+    kind = fields.get("tokenizer.ggml.model")
+    rule = fields.get("tokenizer.ggml.pre")
     if kind == "llama" or rule in ("llama3", "llama-bpe", "llama-v3"):
         return True
     return None
@@ -152,12 +159,15 @@ def adds_bos(fields: Mapping[str, Any]) -> bool | None:
 
 def _tokens(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
     tokenizer = model.tokenizer
-    texts, types = fields.get("tokenizer.ggml.tokens", []), fields.get("tokenizer.ggml.token_type", [])
-    scores, wanted_scores = fields.get("tokenizer.ggml.scores", []), _piece_scores(model.directory)
+    texts = fields.get("tokenizer.ggml.tokens", [])
+    types = fields.get("tokenizer.ggml.token_type", [])
+    scores = fields.get("tokenizer.ggml.scores", [])
+    wanted_scores = _piece_scores(model.directory)
     is_pieces = fields.get("tokenizer.ggml.model") == "llama"
     vocabulary = {number: text for text, number in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
-    if lost := [number for number in vocabulary if number >= len(texts)]:
+    lost = [number for number in vocabulary if number >= len(texts)]
+    if lost:
         yield f"token {lost[0]} ({vocabulary[lost[0]]!r}) is not in it"
     for number, text in enumerate(texts):
         kind = types[number] if number < len(types) else _NORMAL
@@ -172,12 +182,13 @@ def _tokens(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
             yield f"{named} is {text!r} there"
         allowed = _allowed_types(vocabulary[number], added.get(number), tokenizer.unk_token, is_pieces=is_pieces)
         if kind not in allowed:
-            meant = " or ".join(_TYPE_NAMES[one] for one in sorted(allowed))
+            meant = " or ".join(_TYPE_NAMES[type_] for type_ in sorted(allowed))
             yield f"{named} has the type {_TYPE_NAMES.get(kind, kind)} there, not {meant}"
-        score = wanted_scores.get(vocabulary[number]) if is_pieces and number not in added else None
-        there = scores[number] if number < len(scores) else math.nan
-        if score is not None and not math.isclose(score, there, rel_tol=1e-6, abs_tol=1e-6):
-            yield f"{named} has the score {there:g} there, not {score:g}"
+        if is_pieces and number not in added:
+            score = wanted_scores.get(vocabulary[number])
+            there = scores[number] if number < len(scores) else math.nan
+            if score is not None and not math.isclose(score, there, rel_tol=1e-6, abs_tol=1e-6):
+                yield f"{named} has the score {there:g} there, not {score:g}"
 
 
 def _spellings(tokenizer: Any, text: str, added: Any) -> set[str]:
@@ -192,12 +203,16 @@ def _spellings(tokenizer: Any, text: str, added: Any) -> set[str]:
 
 def _allowed_types(text: str, added: Any, unknown: str | None, *, is_pieces: bool) -> set[int]:
     if added is not None:
-        known = {_UNKNOWN} if text == unknown else set()
-        # One that is not special is a control token in GGUF if it looks like one: <|start|>.
-        return known | ({_CONTROL} if added.special else {_USER_DEFINED, _CONTROL})
-    if is_pieces and _BYTE_PIECE.fullmatch(text):
+        allowed = {_CONTROL}
+        if not added.special:  # it is a control token in GGUF if it looks like one: <|start|>
+            allowed.add(_USER_DEFINED)
+    elif is_pieces and _BYTE_PIECE.fullmatch(text):
         return {_BYTE}
-    return {_NORMAL, _UNUSED} | ({_UNKNOWN} if text == unknown else set())
+    else:
+        allowed = {_NORMAL, _UNUSED}
+    if text == unknown:
+        allowed.add(_UNKNOWN)
+    return allowed
 
 
 def _piece_scores(directory: Path) -> dict[str, float]:
@@ -223,11 +238,18 @@ def _merges(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
     if there is None or not file.is_file():
         return
     given = json.loads(file.read_text(encoding="utf-8")).get("model", {}).get("merges") or []
-    wanted = [one if isinstance(one, str) else " ".join(part.replace(" ", "Ġ") for part in one) for one in given]
+    wanted = []
+    for merge in given:
+        if not isinstance(merge, str):  # a pair
+            merge = " ".join(part.replace(" ", "Ġ") for part in merge)
+        wanted.append(merge)
     if len(wanted) != len(there):
         yield f"it has {len(there)} merges, not {len(wanted)}"
-    elif wrong := [at for at, pair in enumerate(wanted) if pair != there[at]]:
-        yield f"merge {wrong[0]} is {there[wrong[0]]!r} there, not {wanted[wrong[0]]!r}"
+        return
+    for number, merge in enumerate(wanted):
+        if merge != there[number]:
+            yield f"merge {number} is {there[number]!r} there, not {merge!r}"
+            return
 
 
 def _special_tokens(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
@@ -246,9 +268,13 @@ def _special_tokens(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
     for end in model.ends:
         if end not in named and end < len(texts) and texts[end] not in _ENDS_BY_TEXT and end != tokenizer.eos_token_id:
             yield f"{end} ({texts[end]!r}) ends an answer and is no end token there"
-    adds, bos = adds_bos(fields), tokenizer.bos_token_id
-    if adds is not None and bos is not None and adds != (tokenizer("a")["input_ids"][:1] == [bos]):
-        yield f"it {'puts' if adds else 'does not put'} the bos token before a text, unlike the tokenizer"
+    adds = adds_bos(fields)
+    bos = tokenizer.bos_token_id
+    if adds is not None and bos is not None:
+        adds_ours = tokenizer("a")["input_ids"][:1] == [bos]
+        if adds != adds_ours:
+            verb = "puts" if adds else "does not put"
+            yield f"it {verb} the bos token before a text, unlike the tokenizer"
 
 
 def _templates_of(tokenizer: Any) -> dict[str, str]:
@@ -263,19 +289,25 @@ def _template(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
     wanted = _templates_of(model.tokenizer)
     yield from _one_template("chat template", fields.get(_TEMPLATE_KEY), wanted.pop("default", None))
     for name, template in wanted.items():
-        letters = "".join(one if one in _LETTERS else "_" for one in name)  # as the converter writes a name
+        letters = "".join(letter if letter in _LETTERS else "_" for letter in name)  # as the converter writes a name
         yield from _one_template(f"chat template {name}", fields.get(f"{_TEMPLATE_KEY}.{letters}"), template)
 
 
 def _one_template(named: str, there: str | None, wanted: str | None) -> Iterator[str]:
     if there == wanted:
         return
-    if there is None or wanted is None:
-        yield f"it has {'no' if there is None else 'a'} {named}, unlike the tokenizer"
+    if there is None:
+        yield f"it has no {named}, unlike the tokenizer"
         return
-    lines = list(zip(there.splitlines(), wanted.splitlines(), strict=False))
-    at = next((number for number, (one, other) in enumerate(lines) if one != other), len(lines))
-    yield f"line {at + 1} of its {named} is another"
+    if wanted is None:
+        yield f"it has a {named}, unlike the tokenizer"
+        return
+    equal = 0
+    for line, wanted_line in zip(there.splitlines(), wanted.splitlines(), strict=False):
+        if line != wanted_line:
+            break
+        equal += 1
+    yield f"line {equal + 1} of its {named} is another"
 
 
 def other_spaces(fields: Mapping[str, Any], model: Model) -> str | None:
@@ -288,7 +320,8 @@ def other_spaces(fields: Mapping[str, Any], model: Model) -> str | None:
     if fields.get("tokenizer.ggml.model") != "llama":
         return None
     prefix = _SPACE if fields.get("tokenizer.ggml.add_space_prefix", True) else ""
-    tokenizer, end = model.tokenizer, model.tokenizer.eos_token
+    tokenizer = model.tokenizer
+    end = tokenizer.eos_token
     texts = {"a": f"{prefix}a", " a": f"{prefix}{_SPACE}a"}
     if end is not None:
         texts[f"{end}a"] = f"{end}{prefix}a"
@@ -316,18 +349,24 @@ def other_spaces(fields: Mapping[str, Any], model: Model) -> str | None:
 
 
 def _value(config: Any, names: Sequence[str]) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
 
 
 def _settings(fields: Mapping[str, Any], model: Model) -> Iterator[str]:
     arch = fields.get("general.architecture", "")
     for key, names in _SIZES.items():
-        there, wanted = fields.get(f"{arch}.{key}"), _value(model.config, names)
+        there = fields.get(f"{arch}.{key}")
+        wanted = _value(model.config, names)
         if not isinstance(there, int | float) or not isinstance(wanted, int | float):
             continue
         if not math.isclose(there, wanted, rel_tol=1e-5):
             yield f"{arch}.{key} is {there:g} there, not {wanted:g}"
-    normalised, wanted = fields.get(f"{arch}.{_NORMALISED}"), getattr(model.config, "norm_topk_prob", None)
+    normalised = fields.get(f"{arch}.{_NORMALISED}")
+    wanted = getattr(model.config, "norm_topk_prob", None)
     if normalised is not None and wanted is not None and bool(normalised) != bool(wanted):
         yield f"{arch}.{_NORMALISED} is {bool(normalised)} there, not {bool(wanted)}"
 
@@ -421,7 +460,10 @@ def _other_layers(fields: Mapping[str, Any], model: Model) -> str | None:
         theirs = [(at + 1) % period != 0 for at in range(len(window))]
     if theirs == window:
         return None
-    wrong = [str(at) for at, (one, other) in enumerate(zip(theirs, window, strict=False)) if one != other]
+    wrong = []
+    for number, (assumed, ours) in enumerate(zip(theirs, window, strict=False)):
+        if assumed != ours:
+            wrong.append(str(number))
     return (
         f"llama.cpp assumes for {arch} that other layers attend to a window than in this model (layers "
         f"{listed(wrong)}), and would compute something else: {_NO_FILE}"
@@ -431,10 +473,12 @@ def _other_layers(fields: Mapping[str, Any], model: Model) -> str | None:
 def _other_routing(fields: Mapping[str, Any], model: Model) -> str | None:
     """Why llama.cpp would weigh a mixture's experts otherwise than the model does; None if it would not."""
     arch = fields.get("general.architecture", "")
-    assumed, wanted = _ASSUMED_NORMALISED.get(arch), getattr(model.config, "norm_topk_prob", None)
+    assumed = _ASSUMED_NORMALISED.get(arch)
+    wanted = getattr(model.config, "norm_topk_prob", None)
     if assumed is None or wanted is None or assumed == bool(wanted):
         return None
+    verb = "divides" if assumed else "does not divide"
     return (
-        f"llama.cpp {'divides' if assumed else 'does not divide'} the weights of a {arch}'s chosen experts by their "
+        f"llama.cpp {verb} the weights of a {arch}'s chosen experts by their "
         f"sum, and config.json has norm_topk_prob {wanted}, so it would compute something else: {_NO_FILE}"
     )

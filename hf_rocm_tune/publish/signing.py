@@ -73,8 +73,9 @@ def sign(files: Mapping[str, bytes | Path], hashes: Mapping[str, str], config: A
         content = target.read_bytes()
     payload = json.loads(base64.b64decode(json.loads(content)["dsseEnvelope"]["payload"]))
     signed = {row["name"]: row["digest"] for row in payload["predicate"]["resources"]}
-    if wrong := [path for path in hashes.keys() | signed.keys() if hashes.get(path) != signed.get(path)]:
-        raise CorruptionError(f"{sorted(wrong)[0]} has changed since it was checked: nothing is published")
+    for path in sorted(hashes.keys() | signed.keys()):
+        if hashes.get(path) != signed.get(path):
+            raise CorruptionError(f"{path} has changed since it was checked: nothing is published")
     return content
 
 
@@ -127,22 +128,24 @@ def problem_of(directory: Path, key: Path) -> str | None:
     except FileNotFoundError:
         return f"it has no signature ({SIGNATURE_NAME})"
     except Exception as error:  # a foreign file in the library's hands: whatever it raises, it did not pass
-        said = " ".join(str(error).split()) or type(error).__name__
-        if said.startswith("Key mismatch"):
+        message = " ".join(str(error).split()) or type(error).__name__
+        if message.startswith("Key mismatch"):
             return "it was signed with another key"
         if type(error).__name__ == "InvalidSignature":  # of cryptography; without a text
             return f"its signature ({SIGNATURE_NAME}) was changed, or was not made with this key"
-        return f"its signature does not hold: {_in_words(said)}"
+        return f"its signature does not hold: {_in_words(message)}"
     return None
 
 
-def _in_words(said: str) -> str:
+def _in_words(message: str) -> str:
     """The library's list of differences without its hashes in bytes."""
-    changed = re.findall(r"Hash mismatch for \\*'([^'\\]+)", said)
-    more = re.findall(r"(Extra|Missing) files (?:found )?in model[^:]*: ([^'\"\]]+)", said)
-    found = [f"{name} is not what was signed" for name in changed]
-    found += [f"{names} {'not signed' if kind == 'Extra' else 'missing'}" for kind, names in more]
-    return listed(found) if found else said
+    differences = []
+    for name in re.findall(r"Hash mismatch for \\*'([^'\\]+)", message):
+        differences.append(f"{name} is not what was signed")
+    for kind, names in re.findall(r"(Extra|Missing) files (?:found )?in model[^:]*: ([^'\"\]]+)", message):
+        what = "not signed" if kind == "Extra" else "missing"
+        differences.append(f"{names} {what}")
+    return listed(differences) if differences else message
 
 
 def _read_key(key: Path, flag: str, advice: str) -> None:

@@ -10,7 +10,9 @@ from hf_rocm_tune.publish.values import count, figure, number
 
 Row = Mapping[str, Any]
 
-_LAST_STEP, _LEAST, _LARGEST = 1e15, 1e-100, 1e100
+_LAST_STEP = 1e15
+_LEAST = 1e-100
+_LARGEST = 1e100
 
 
 def series(rows: Iterable[Row], key: str) -> list[tuple[float, float]]:
@@ -56,8 +58,8 @@ _FIGURES = {
 
 def figures(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """The key figures of a log, by name."""
-    found = {name: last(rows, key) for name, key in _FIGURES.items()}
-    return [(name, figure(value)) for name, value in found.items() if value is not None]
+    values = {name: last(rows, key) for name, key in _FIGURES.items()}
+    return [(name, figure(value)) for name, value in values.items() if value is not None]
 
 
 _SHOWN_SETTINGS = (

@@ -42,12 +42,13 @@ def judge(report: Mapping[str, Any], *, finished: bool, damaged: Sequence[str] =
         return verdict("unknown", "The transfer report does not have the expected form, so it is no evidence.")
     if wrong:
         return verdict("bad", f"Wrong bytes were found that could not be recovered: {'; '.join(wrong[:3])}.")
-    share, found = coverage(report), mismatches(report)
+    share = coverage(report)
     if share is None or text(report, "verify") == "off":
         return verdict("unknown", "Transfers were not verified in this run.")
     verified = f"{share:g} % of the bytes on the device were verified"
-    if found:
-        recovered = f"Corruption was found {_times(found)} and recovered before it was used"
+    times_wrong = mismatches(report)
+    if times_wrong:
+        recovered = f"Corruption was found {_times(times_wrong)} and recovered before it was used"
         return verdict("note", f"{verified}. {recovered}.")
     remarks = _varies(report) or _differing_layers(report)
     complete = finished and share >= 100 and text(report, "verify") == "full" and not remarks
@@ -60,23 +61,25 @@ LEVELS = {"good": "verified", "note": "verified, with remarks", "bad": "wrong by
 
 def verdict_line(report: Mapping[str, Any]) -> str:
     """The verdict on a finished run and, unless it is good, its reason: the head of the run's closing line."""
-    verdict, share = judge(report, finished=True), coverage(report)
+    verdict = judge(report, finished=True)
+    share = coverage(report)
     if verdict.level == "good":
         return f"{LEVELS['good'].upper()}, nothing was wrong"
     reasons = []
     if verdict.level != "note":
         reasons.append(verdict.headline)
     else:
-        found = mismatches(report)
-        if found:
-            reasons.append(f"corruption was found {_times(found)} and recovered before it was used")
+        times_wrong = mismatches(report)
+        if times_wrong:
+            reasons.append(f"corruption was found {_times(times_wrong)} and recovered before it was used")
         if share is not None and share < 100:
             reasons.append(f"{share:g} % of the bytes on the device")
         if text(report, "verify") == "sample":
             reasons.append("a sample of the transfers only")
         if _varies(report):
             reasons.append("the same micro-batch gave different gradients")
-        if layers := _differing_layers(report):
+        layers = _differing_layers(report)
+        if layers:
             reasons.append(f"{layers[0]} differs from what the host computes")
     word, comma, rest = LEVELS[verdict.level].partition(",")
     return f"{word.upper()}{comma}{rest} ({'; '.join(reasons).rstrip('.')})"
@@ -158,7 +161,8 @@ def counted(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         if not section.is_check:
             continue
         counters = mapping(report, name)
-        wrong, nbytes = count(counters, section.wrong), count(counters, "bytes")
+        wrong = count(counters, section.wrong)
+        nbytes = count(counters, "bytes")
         done = [f"{count(counters, key):,} {key}" for key in section.done if count(counters, key)]
         if not done and not wrong:
             continue
@@ -186,7 +190,8 @@ def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:
         injected = find(report, *path)
         if injected:
             notes.append(f"{what} were injected on request: {plain(injected)}.")
-    mode, share = text(report, "verify"), coverage(report)
+    mode = text(report, "verify")
+    share = coverage(report)
     if mode == "sample":
         notes.append("Only a sample of the transfers was verified (--verify sample).")
     elif mode == "full" and share is not None and share < 100:
@@ -197,7 +202,8 @@ def _notes(report: Mapping[str, Any], *, finished: bool) -> tuple[str, ...]:
         notes.append(f"{size(link[0] - link[1])} crossed between host and card unverified: {', '.join(names[:3])}.")
     if _varies(report):
         notes.append(_varies(report))
-    if layers := _differing_layers(report):
+    layers = _differing_layers(report)
+    if layers:
         notes.append(f"{', '.join(layers)}: the host computes something else than the device, by more than rounding.")
     not_attested = items(report, "weights", "not_attested")
     if not_attested:

@@ -82,17 +82,21 @@ def tokenizer_files(base: Path, trained: Path, *, trust_remote_code: bool = Fals
 
 def _files(directory: Path) -> dict[str, bytes]:
     """Tokenizer files by name; chat templates in a folder of their own stand in ``tokenizer_config.json``."""
-    files = {
-        path.name: path.read_bytes()
-        for path in sorted(directory.iterdir())
-        if path.is_file() and TOKENIZER_FILE.fullmatch(path.name)
-    }
-    further = [directory / name for name in further_templates(directory)]
-    if further and _TEMPLATE_FILE in files:
+    files = {}
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and TOKENIZER_FILE.fullmatch(path.name):
+            files[path.name] = path.read_bytes()
+    if _TEMPLATE_FILE not in files:
+        return files
+    config = _json(files.get(_CONFIG_FILE))
+    others = [directory / name for name in further_templates(directory)]
+    if others:
         templates = {"default": files.pop(_TEMPLATE_FILE).decode()}
-        templates |= {path.name.removesuffix(".jinja"): path.read_text(encoding="utf-8") for path in further}
-        files[_CONFIG_FILE] = _as_json(_json(files.get(_CONFIG_FILE)) | {"chat_template": _by_name(templates)})
-    elif _TEMPLATE_FILE in files and "chat_template" in (config := _json(files.get(_CONFIG_FILE))):
+        for path in others:
+            templates[path.name.removesuffix(".jinja")] = path.read_text(encoding="utf-8")
+        config["chat_template"] = _by_name(templates)
+        files[_CONFIG_FILE] = _as_json(config)
+    elif "chat_template" in config:
         # transformers reads the file alone, llama.cpp's converter the settings alone: the result has one template.
         del config["chat_template"]
         files[_CONFIG_FILE] = _as_json(config)
@@ -123,7 +127,8 @@ def _extended(base: Mapping[str, bytes], trained: Mapping[str, bytes], tokenizer
     for name in ("tokenizer.json", "added_tokens.json"):
         if name in trained:
             files[name] = trained[name]
-    config, given = _json(base.get(_CONFIG_FILE)), _json(trained.get(_CONFIG_FILE))
+    config = _json(base.get(_CONFIG_FILE))
+    given = _json(trained.get(_CONFIG_FILE))
     for key in _SPECIAL_KEYS:
         if key in given:
             config[key] = given[key]
@@ -149,10 +154,10 @@ def _completed(files: Mapping[str, bytes], tokenizer: Any) -> dict[str, bytes]:
     """With every added token in ``tokenizer_config.json``, and in ``added_tokens.json`` where there is one."""
     config = _json(files.get(_CONFIG_FILE))
     fields = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    added = sorted(tokenizer.added_tokens_decoder.items())
-    config["added_tokens_decoder"] = {
-        str(number): {field: getattr(token, field) for field in fields} for number, token in added
-    }
+    decoder = {}
+    for number, token in sorted(tokenizer.added_tokens_decoder.items()):
+        decoder[str(number)] = {field: getattr(token, field) for field in fields}
+    config["added_tokens_decoder"] = decoder
     done = {**files, _CONFIG_FILE: _as_json(config)}
     if "added_tokens.json" in files:
         done["added_tokens.json"] = _as_json(_json(files["added_tokens.json"]) | tokenizer.get_added_vocab())
@@ -170,16 +175,17 @@ def _with_template(files: Mapping[str, bytes], trained: Mapping[str, bytes], tem
         done[_TEMPLATE_FILE] = template.encode()
     elif template is not None:
         config = _json(done.get(_CONFIG_FILE))
-        done[_CONFIG_FILE] = _as_json(config | {"chat_template": _by_name(template)})
+        config["chat_template"] = _by_name(template)
+        done[_CONFIG_FILE] = _as_json(config)
     return done
 
 
 def _json(content: bytes | None, what: str = "a file of the tokenizer") -> dict[str, Any]:
     try:
-        found = parse_json(content or b"{}")
+        parsed = parse_json(content or b"{}")
     except ValueError as error:
         raise UsageError(f"{what} is no JSON that is used ({error}): copy it again") from error
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _as_json(content: Mapping[str, Any]) -> bytes:

@@ -202,10 +202,10 @@ class RanksArguments:
         stall.parse(self.stall_timeout)
         self.sync(None)
 
-    def sync(self, found: str | None) -> SyncSettings:
-        """How gradients are averaged: as the user set it, else as the preflight ``found``; None: none ran."""
-        wanted = found if self.grad_sync == "auto" else self.grad_sync
-        method: GradSync = next((each for each in get_args(GradSync) if each == wanted), "ddp")
+    def sync(self, chosen: str | None) -> SyncSettings:
+        """How gradients are averaged: as the user set it, else as ``chosen`` by the preflight; None: none ran."""
+        wanted = chosen if self.grad_sync == "auto" else self.grad_sync
+        method: GradSync = next((known for known in get_args(GradSync) if known == wanted), "ddp")
         return SyncSettings(method=method, compression=self.grad_compression)
 
 
@@ -274,9 +274,9 @@ class Arguments:
         """Every setting by name, as plain JSON values, without secrets."""
         flat: dict[str, object] = {}
         for part in (self.tune, self.ranks, self.script, self.model, self.mixture, self.training):
-            for each in dataclasses.fields(part):
-                if each.init and not is_secret_name(each.name):
-                    flat[each.name] = without_secrets(_plain(getattr(part, each.name)))
+            for setting in dataclasses.fields(part):
+                if setting.init and not is_secret_name(setting.name):
+                    flat[setting.name] = without_secrets(_plain(getattr(part, setting.name)))
         return flat
 
     def to_yaml(self) -> str:
@@ -285,7 +285,9 @@ class Arguments:
         ``print_config`` is left out, or the recipe would only print itself.
         """
         settings = self.resolved()
-        left_out = ["print_config", *(_OF_ADAPTERS if settings["adapter_name_or_path"] is not None else ())]
+        left_out = ["print_config"]
+        if settings["adapter_name_or_path"] is not None:
+            left_out += _OF_ADAPTERS
         if settings.get("steps_per_generation") is not None:
             left_out.append("generation_batch_size")  # GRPO takes one of the two and computes the other
         settings = {name: value for name, value in settings.items() if name not in left_out}
@@ -311,14 +313,17 @@ def parse(
     if recipe is not None:
         apply_environment(argv, os.environ)
         given = _read_recipe_values(parser, recipe) | given
-    accelerator = process.has_accelerator() if accelerator is None else accelerator
+    if accelerator is None:
+        accelerator = process.has_accelerator()
     accelerator = accelerator and not given.get("use_cpu")
-    bf16_supported = process.has_bf16() if bf16_supported is None else bf16_supported
+    if bf16_supported is None:
+        bf16_supported = process.has_bf16()
     _check(given, accelerator=accelerator)
     flags = _flags(method)
     half = accelerator and bf16_supported
     different = differences(given, method=method, accelerator=accelerator, bf16_supported=half)
-    values = {each.name: each.ours for each in different} | given
+    values = {difference.name: difference.ours for difference in different}
+    values |= given
     for more in ("", "_kwargs"):
         # transformers warns about its old name even if only TRL's default set it.
         old = f"gradient_checkpointing{more}"
@@ -326,16 +331,19 @@ def parse(
     tune, ranks, script, config, model, mixture = (
         functools.partial(_build, owner, owners=flags.owners, values=values) for owner in flags.types
     )
-    ours, of_ranks, preflight = tune(), ranks(), None
+    ours = tune()
+    of_ranks = ranks()
+    preflight = None
     if before_joining is not None and not ours.print_config:
         steps: Any = values.get("gradient_accumulation_steps", flags.defaults["gradient_accumulation_steps"])
         preflight = before_joining(of_ranks, accelerator, steps)
     sync = of_ranks.sync(preflight.method if preflight else None)
     if sync.method == "host" and os.environ.get("WORLD_SIZE", "1") != "1":  # Accelerate takes a back end for a group
-        if (other := values.get("ddp_backend")) not in (None, "gloo"):
+        backend = values.get("ddp_backend")
+        if backend not in (None, "gloo"):
             raise UsageError(
-                f"--ddp_backend {other} does not work with gradients averaged through the host, which uses gloo: drop "
-                "it, or choose --grad_sync ddp"
+                f"--ddp_backend {backend} does not work with gradients averaged through the host, which uses gloo: "
+                "drop it, or choose --grad_sync ddp"
             )
         values["ddp_backend"] = "gloo"  # so that RCCL is not created
     return Arguments(
@@ -355,8 +363,8 @@ def parse(
 def help_all(method: Method) -> str:
     """All flags with the defaults of a run of ours on a card: ours first, then TRL's, then where the launcher's are."""
     parser = build_parser(method)
-    ours = differences({}, method=method, accelerator=True, bf16_supported=True)
-    parser.set_defaults(**{each.name: each.ours for each in ours})
+    different = differences({}, method=method, accelerator=True, bf16_supported=True)
+    parser.set_defaults(**{difference.name: difference.ours for difference in different})
     return (
         f"{parser.format_help()}\nlauncher:\n  --accelerate_config NAME|PATH  and every flag of `accelerate launch`; "
         "`hf-rocm-tune configs ls` lists the names"
@@ -380,9 +388,11 @@ def build_parser(method: Method = "sft") -> _Parser:
     for action in parser._actions:
         is_switch = _members(flags.hints.get(action.dest)) - {type(None)} == {bool}
         if is_switch and action.type is not None:  # upstream wants a value where the default is None, as for `--bf16`
-            action.nargs, action.const = "?", True
+            action.nargs = "?"
+            action.const = True
         if action.dest == "dry_run":
-            action.nargs, action.const = "?", "text"
+            action.nargs = "?"
+            action.const = "text"
         if action.dest == ANSWERS_ONLY:
             action.type = _yes_no_or_auto
             action.help = f"{action.help} auto: where the rows are conversations."
@@ -421,17 +431,20 @@ def _flags(method: Method) -> _Flags:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # our help says that ORPO is experimental
     owned = VERBS[method].owners[len(_OUR_TYPES) :]
     types = (*_OUR_TYPES, *(getattr(importlib.import_module(module), name) for module, name in owned))
-    fields = {each.name: (owner, each) for owner in types for each in dataclasses.fields(owner) if each.init}
-    hints = {owner: typing.get_type_hints(owner) for owner in types}
-    return _Flags(
-        types=types,
-        owners={name: owner for name, (owner, _) in fields.items()},
-        defaults={
-            name: each.default_factory() if callable(each.default_factory) else each.default
-            for name, (_, each) in fields.items()
-        },
-        hints={name: hints[owner][name] for name, (owner, _) in fields.items()},
-    )
+    owners: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
+    for owner in types:  # of two with the same flag the later one has it
+        of_owner = typing.get_type_hints(owner)
+        for setting in dataclasses.fields(owner):
+            if not setting.init:
+                continue
+            owners[setting.name] = owner
+            hints[setting.name] = of_owner[setting.name]
+            defaults[setting.name] = setting.default
+            if callable(setting.default_factory):
+                defaults[setting.name] = setting.default_factory()
+    return _Flags(types=types, owners=owners, defaults=defaults, hints=hints)
 
 
 def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
@@ -444,11 +457,12 @@ def _read_flags(parser: _Parser, argv: Sequence[str]) -> dict[str, Any]:
         raise UsageError("; ".join(unknown_flag(flag.partition("=")[0], owners, dashes="--") for flag in flags))
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; flags begin with --, see --help")
-    return {name: value for name in owners if (value := getattr(namespace, name)) is not _UNSET}
+    return {name: getattr(namespace, name) for name in owners if getattr(namespace, name) is not _UNSET}
 
 
 def _read_recipe_values(parser: _Parser, recipe: RecipeFile) -> dict[str, Any]:
-    values, faults = {}, []
+    values = {}
+    faults = []
     for name, value in recipe.values.items():
         try:
             values[name] = _convert(parser, name, value)
@@ -464,13 +478,14 @@ def _convert(parser: _Parser, name: str, value: Any) -> Any:
     hints = _flags(parser.method).hints
     if name not in hints:
         raise UsageError(unknown_flag(name, hints, dashes=""))
-    allowed, kinds = _members(hints[name]), {type(None): "nothing", dict: "a mapping", list: "a list"}
+    allowed = _members(hints[name])
+    kinds = {type(None): "nothing", dict: "a mapping", list: "a list"}
     if type(value) in kinds and type(value) not in allowed:
         raise UsageError(f"--{name}: expected a single value, got {kinds[type(value)]}")
-    if isinstance(value, list):
-        of_text = list[str] in (hints[name], *typing.get_args(hints[name]))
-        if of_text and (wrong := [item for item in value if not isinstance(item, str)]):
-            raise UsageError(f"--{name}: expected a list of text, got {wrong[0]} in it; put it in quotes")
+    if isinstance(value, list) and list[str] in (hints[name], *typing.get_args(hints[name])):
+        for item in value:
+            if not isinstance(item, str):
+                raise UsageError(f"--{name}: expected a list of text, got {item} in it; put it in quotes")
     if type(value) in kinds:
         return value
     if isinstance(value, bool) and bool not in allowed:
@@ -489,7 +504,10 @@ def _build(owner: Any, *, owners: Mapping[str, type], values: Mapping[str, Any])
 def _members(hint: Any) -> set[Any]:
     """The types that a hint allows, without parameters: ``list`` and ``NoneType`` for ``list[str] | None``."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return {member for each in typing.get_args(hint) for member in _members(each)}
+        members = set()
+        for part in typing.get_args(hint):
+            members |= _members(part)
+        return members
     return {typing.get_origin(hint) or hint}
 
 
@@ -506,7 +524,9 @@ def differences(
     """Our defaults in use that differ from TRL's; ``given``: the user's values."""
     verb = VERBS[method]
     theirs = {**_flags(method).defaults, "bf16": not given.get("fp16", False)}  # an unset bf16 becomes that
-    lora, nf4, fp16 = given.get("use_peft", True), bool(given.get("load_in_4bit")), given.get("fp16", False)
+    lora = given.get("use_peft", True)
+    nf4 = bool(given.get("load_in_4bit"))
+    fp16 = given.get("fp16", False)
     half = lora and bf16_supported and not fp16
     bf16 = "the device computes in bfloat16" if bf16_supported else "no device here computes in bfloat16"
     qlora = "QLoRA computes in bfloat16, and so do the layers that are not quantised"
@@ -535,11 +555,11 @@ def differences(
         (not accelerator, "use_cpu", True, "there is no GPU here"),
         (True, "dataloader_pin_memory", False, "the verified transfer has its own page-locked slots"),
     ]
-    return tuple(
-        Difference(name=name, trl=theirs[name], ours=ours, reason=reason)
-        for applies, name, ours, reason in rows
-        if applies and name not in given and ours != theirs[name]
-    )
+    different = []
+    for applies, name, ours, reason in rows:
+        if applies and name not in given and ours != theirs[name]:
+            different.append(Difference(name=name, trl=theirs[name], ours=ours, reason=reason))
+    return tuple(different)
 
 
 _OF_ADAPTERS = (
@@ -569,7 +589,8 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
         faults.append("--early_stopping_patience needs evaluations; add --eval_strategy steps (or epoch)")
     if (given.get("sample_every") is None) != (given.get("sample_prompts") is None):
         faults.append("--sample_every and --sample_prompts belong together: give both, or neither")
-    prompts, images = given.get("sample_prompts") or (), given.get("sample_images")
+    prompts = given.get("sample_prompts") or ()
+    images = given.get("sample_images")
     if images is not None and len(images) not in (1, len(prompts)):
         faults.append(
             f"--sample_images: {count_of(len(images), 'picture')} for {count_of(len(prompts), 'prompt')}: give one "
@@ -581,10 +602,8 @@ def _check(given: Mapping[str, Any], *, accelerator: bool) -> None:
     if parts and (given.get("use_peft") is False or given.get("adapter_name_or_path") is not None):
         faults.append(f"{' and '.join(parts)} belong to a new adapter: drop them, or train one")
     faults += _faults_of_mixture(given.get("datasets") or ())
-    faults += [
-        f"--{name} must be a mapping of names to values, got {value}"
-        for name, value in given.items()
-        if name.endswith("_kwargs") and isinstance(value, str) and not value.lstrip().startswith("{")
-    ]
+    for name, value in given.items():
+        if name.endswith("_kwargs") and isinstance(value, str) and not value.lstrip().startswith("{"):
+            faults.append(f"--{name} must be a mapping of names to values, got {value}")
     if faults:
         raise UsageError("; ".join(faults))

@@ -106,10 +106,10 @@ _BASES = {"_BaseConfig": "trl.trainer.base_config", "TrainingArguments": "transf
 
 def _fields(module: str, name: str) -> set[str]:
     """The fields of a dataclass and of its bases."""
-    found = re.search(rf"^class {name}(?:\((\w+)\))?:\n((?:    .*\n|\n)*)", source_of(module), re.MULTILINE)
-    if found is None:
+    definition = re.search(rf"^class {name}(?:\((\w+)\))?:\n((?:    .*\n|\n)*)", source_of(module), re.MULTILINE)
+    if definition is None:
         return set()
-    base, body = found[1], found[2]
+    base, body = definition.groups()
     fields = set(re.findall(r"^    ([a-z]\w*): (?!ClassVar)", body, re.MULTILINE))
     if base:
         fields |= _fields(_BASES.get(base, "trl.scripts.utils"), base)

@@ -41,12 +41,16 @@ def method_of(recipe: RecipeFile) -> Method:
 
 def read_recipe(given: str | Path) -> RecipeFile:
     """Read a recipe: a file at that path, which wins over a recipe of that name."""
-    path, known = Path(given), RECIPES.names()
+    path = Path(given)
+    known = RECIPES.names()
     if str(given) in known and not os.path.isfile(path):
         path = RECIPES.path(str(given))
     elif not os.path.exists(path):
-        nearest = difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5) if path.name == str(given) else []
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        hint = ""
+        if path.name == str(given):  # a name, not a path
+            nearest = difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5)
+            if nearest:
+                hint = f"did you mean {nearest[0]}? "
         raise UsageError(
             f"recipe {given} does not exist: {hint}give {CONFIG} the path of a YAML file, or a name that "
             "`hf-rocm-tune recipes ls` lists"
@@ -58,12 +62,13 @@ def read_recipe(given: str | Path) -> RecipeFile:
     except ValueError as error:
         raise UsageError(f"recipe {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or error
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UsageError(f"recipe {path}{where} is not valid YAML: {problem}") from error
     if not isinstance(content, dict):
-        found = "an empty file" if content is None else f"a {type(content).__name__}"
-        raise UsageError(f"recipe {path} must be a mapping of flag names to values, got {found}")
+        got = "an empty file" if content is None else f"a {type(content).__name__}"
+        raise UsageError(f"recipe {path} must be a mapping of flag names to values, got {got}")
     env = content.pop("env", None) or {}
     if not isinstance(env, dict) or any(isinstance(v, dict | list) or v is None for v in env.values()):
         raise UsageError(f"recipe {path}: `env` must map variable names to plain values, got {env!r}")

@@ -88,7 +88,8 @@ _NO_FIELDS = frozenset({bare(CONFIG_FLAG), bare(HELP_ALL), ""})
 
 def screen(verb: Method) -> str:
     """The common flags of a verb with their defaults, on one screen."""
-    known, row = flags(verb), VERBS[verb]
+    known = flags(verb)
+    row = VERBS[verb]
     hidden: set[str] = set()
     if verb != "sft":
         hidden |= _SFT_ONLY

@@ -38,7 +38,8 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     if not known:
         return
     recipe, given = typed(argv)
-    if words := words_before_flags(argv):
+    words = words_before_flags(argv)
+    if words:
         raise UsageError(
             f"unexpected argument {words[0]!r}: flags begin with --, such as --model NAME and --dataset NAME"
         )
@@ -47,7 +48,8 @@ def check(verb: Method, argv: Sequence[str]) -> None:
     if wrong:
         raise UsageError("; ".join(unknown_flag(flag, known, dashes="--") for flag in wrong))
     values = {bare(flag): value for flag, value in given.items()}
-    if empty := without_value(values):
+    empty = without_value(values)
+    if empty:
         raise UsageError("; ".join(empty))
     if recipe is not None:
         wrong = [key for key in recipe.values if key not in known]
@@ -56,7 +58,8 @@ def check(verb: Method, argv: Sequence[str]) -> None:
             raise UsageError(f"recipe {recipe.path}: {faults}")
         values = {**recipe.values, **values}
     check_values(values)
-    if absent := missing(values):
+    absent = missing(values)
+    if absent:
         raise UsageError("; ".join(absent))
 
 
@@ -65,10 +68,12 @@ def show_all_cards(argv: Sequence[str], environ: MutableMapping[str, str]) -> No
     if not asks_for_split(argv) or "torch" in sys.modules:
         return
     environ["HF_ROCM_TUNE_SPLIT"] = "1"  # for processes that this one starts
-    found = gpus.read_topology()
-    nodes = () if variables.read_facts(()).is_rocm is False else found.nodes
+    topology = gpus.read_topology()
+    nodes = topology.nodes
+    if variables.read_facts(()).is_rocm is False:  # this torch uses none of them
+        nodes = ()
     count = process.local_processes(environ)
-    choice = process.choose(nodes, environ, complete=found.complete, processes=count, split=True)
+    choice = process.choose(nodes, environ, complete=topology.complete, processes=count, split=True)
     process.enact(choice, environ)
     common: Any = {"action": "set", "reason": choice.reason, "source": "--split_layers"}
     made = [variables.Decision(variable=name, value=value, **common) for name, value in choice.variables.items()]

@@ -64,8 +64,9 @@ def missing(given: Mapping[str, Any]) -> list[str]:
 
 def without_value(typed: Mapping[str, Any]) -> list[str]:
     """What is wrong with flags of a command line, by name, after which nothing stands."""
-    valued = {name for _, _, names in _RANGES for name in names.split()}
-    valued |= {"model_name_or_path", "dataset_name", "output_dir"}
+    valued = {"model_name_or_path", "dataset_name", "output_dir"}
+    for _, _, names in _RANGES:
+        valued |= {*names.split()}
     return [f"--{name} needs a value after it" for name, value in typed.items() if value is None and name in valued]
 
 
@@ -84,7 +85,8 @@ def check_values(given: Mapping[str, Any]) -> None:
     faults = out_of_range(given)
     if faults:
         raise UsageError("; ".join(faults))
-    model, data = given.get("model_name_or_path"), given.get("dataset_name")
+    model = given.get("model_name_or_path")
+    data = given.get("dataset_name")
     if isinstance(model, str):
         require_model(model)
     if isinstance(data, str):
@@ -100,7 +102,7 @@ def _require_on_hub(model: str, revision: str | None) -> None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import logging
 
-    said = {  # by type: a gated model is one of the first as well
+    reasons = {  # by type: a gated model is one of the first as well
         RepositoryNotFoundError: "the Hub has no model of this name, or none that your token may read",
         LocalEntryNotFoundError: "the Hub cannot be reached, and the model is not in its cache",
     }
@@ -113,8 +115,8 @@ def _require_on_hub(model: str, revision: str | None) -> None:
         why = unwritable("hub") if isinstance(error, OSError) else None
         if why:
             raise UsageError(f"model {model}: it cannot be fetched, for the cache {why}") from error
-        what = said.get(type(error))
-        if what:
-            raise UsageError(f"model {model}: {what}; {HUB_FIX}") from error
+        reason = reasons.get(type(error))
+        if reason:
+            raise UsageError(f"model {model}: {reason}; {HUB_FIX}") from error
     finally:
         logging.set_verbosity(verbosity)
