@@ -36,8 +36,8 @@ from hf_rocm_tune.errors import MemoryFaultError, UsageError, listed
 from hf_rocm_tune.models.sentinels import (
     BatchSentinel,
     Change,
-    Found,
     FrozenSentinel,
+    Listed,
     TrainedSentinel,
     version_of,
 )
@@ -198,7 +198,7 @@ class VerifiedTransfers:
             self._report_changes(self._frozen.changed_at_start, "between the load and the first check")
         return self._frozen
 
-    def _list_frozen(self) -> Iterator[Found]:
+    def _list_frozen(self) -> Iterator[Listed]:
         trained = {id(parameter) for watched in self._optimizers for parameter in watched.parameters()}
         seen: set[int] = set()
         models = [model for reference in self._models if (model := reference()) is not None]
@@ -370,7 +370,7 @@ class _WatchedOptimizer:
 class _FrozenWeights(FrozenSentinel):
     """Frozen weights of a program that may rewrite them on purpose: what it writes is the new baseline."""
 
-    def __init__(self, list_tensors: Callable[[], Iterator[Found]], period: int, mover: Mover) -> None:
+    def __init__(self, list_tensors: Callable[[], Iterator[Listed]], period: int, mover: Mover) -> None:
         self._mover = mover
         self._written: dict[str, tuple[int, tuple[int, int]]] = {}  # storage and version, by name
         self._as_arrived: set[int] = set()  # storages to which nothing has been written since they were made

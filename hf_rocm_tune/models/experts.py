@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,18 +54,18 @@ def has_experts(config: Any) -> bool:
 
 
 def weights_of(experts: nn.Module) -> list[str]:
-    return [name for name, each in experts.named_parameters(recurse=False) if _is_weight(each)]
+    return [name for name, parameter in experts.named_parameters(recurse=False) if _is_weight(parameter)]
 
 
 def routers_of(model: nn.Module) -> list[str]:
     """Names of the linear layers beside experts that choose among them or weigh a shared one."""
-    found = []
+    routers = []
     for name, experts in experts_of(model):
         block = name.rpartition(".")[0]
         for inner, module in model.get_submodule(block).named_modules():
             if isinstance(module, nn.Linear) and module.out_features in (1, _shape(_first(experts))[0]):
-                found.append(f"{block}.{inner}")
-    return found
+                routers.append(f"{block}.{inner}")
+    return routers
 
 
 def is_expert_weight(model: nn.Module, name: str) -> bool:
@@ -78,7 +79,7 @@ def is_packed(experts: nn.Module) -> bool:
 
 
 def _first(experts: nn.Module) -> Tensor:
-    return next(each for each in experts.parameters(recurse=False) if _is_weight(each))
+    return next(parameter for parameter in experts.parameters(recurse=False) if _is_weight(parameter))
 
 
 def _is_weight(parameter: Tensor) -> bool:
@@ -115,18 +116,21 @@ def host_weights(
 
     ``dtype``: to which weights that are not packed are rounded; ``copy``: gives a host copy of a tensor.
     """
-    held, state = copy(weight), getattr(weight, "quant_state", None)
+    held = copy(weight)
+    state = getattr(weight, "quant_state", None)
     if state is None:
-        each: Iterator[Tensor] = (held[expert].to(dtype).float() for expert in wanted)
+        matrices: Iterator[Tensor] = (held[expert].to(dtype).float() for expert in wanted)
     elif state.quant_type == "mxfp4":
         known = replace(state, code=copy(state.code))
         exponents = copy(state.absmax)
-        each = (_mxfp4(held[expert], exponents[expert], known).float() for expert in wanted)
+        matrices = (_mxfp4(held[expert], exponents[expert], known).float() for expert in wanted)
     else:
         rows = state.shape[1]
         parts = (slice(expert * rows, (expert + 1) * rows) for expert in wanted)
-        each = (values for _, values in rows_of_4_bit(held, state, copy, parts))
-    return (found.T if transposed else found for found in each)
+        matrices = (values for _, values in rows_of_4_bit(held, state, copy, parts))
+    if transposed:
+        return (matrix.T for matrix in matrices)
+    return matrices
 
 
 def pack_nf4(name: str, weights: Tensor, settings: BitsAndBytesConfig) -> Any:
@@ -161,17 +165,18 @@ def pack_mxfp4(blocks: Tensor, scales: Tensor, code: Tensor, dtype: torch.dtype)
 @cache
 def mxfp4_code() -> Tensor:
     """The two values of each byte, bfloat16 (256, 2), on the host."""
-    values = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device="cpu")
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device="cpu")
     byte = torch.arange(256, device="cpu")
     return torch.stack([values[byte % 16], values[byte // 16]], dim=1).to(torch.bfloat16)
 
 
 def use_packed(model: nn.Module) -> None:
     """Lets a model, and PEFT's adapters, compute with packed experts, if it has any."""
-    for experts in (each for _, each in experts_of(model) if is_packed(each)):
-        experts.config._experts_implementation = FORWARD
-        upstream.replace_for_good("expert_weights", _described)
-        upstream.replace_for_good("expert_adapters", _beside)
+    for _, experts in experts_of(model):
+        if is_packed(experts):
+            experts.config._experts_implementation = FORWARD
+            upstream.replace_for_good("expert_weights", _described)
+            upstream.replace_for_good("expert_adapters", _beside)
 
 
 def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -179,10 +184,12 @@ def _forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     tokens, chosen = index.shape
     by_expert, order = index.reshape(-1).sort(stable=True)
     sizes = _rows_of_each(by_expert, _shape(_first(self))[0])
-    first, last = "gate_up_proj" if self.has_gate else "up_proj", "down_proj"
-    rows = _linear(self, first, hidden[order // chosen], sizes, by_expert)
-    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-    rows = _linear(self, last, rows, sizes, by_expert)
+    rows = hidden[order // chosen]
+    if self.has_gate:
+        rows = self._apply_gate(_linear(self, "gate_up_proj", rows, sizes, by_expert))
+    else:
+        rows = self.act_fn(_linear(self, "up_proj", rows, sizes, by_expert))
+    rows = _linear(self, "down_proj", rows, sizes, by_expert)
     if getattr(self, "has_post_expert_norm", False):  # since transformers 5.20
         rows = self.post_expert_norm(rows)
     rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
@@ -197,27 +204,28 @@ def _rows_of_each(by_expert: Tensor, experts: int) -> list[int]:
     """How many of the sorted rows each expert has; evenly many where there is no data, in the plan."""
     total = len(by_expert)
     if by_expert.is_meta:
-        return [total * (each + 1) // experts - total * each // experts for each in range(experts)]
-    found: list[int] = torch.bincount(by_expert, minlength=experts).tolist()
-    if sum(found) != total or len(found) != experts:
+        ends = [total * number // experts for number in range(experts + 1)]
+        return [end - begin for begin, end in pairwise(ends)]
+    counts: list[int] = torch.bincount(by_expert, minlength=experts).tolist()
+    if sum(counts) != total or len(counts) != experts:
         raise CorruptionError(
-            f"the rows of {experts} experts add up to {sum(found)} instead of {total}: the card counted or copied them "
-            "wrong. They were not used; run hf-rocm-tune doctor --full"
+            f"the rows of {experts} experts add up to {sum(counts)} instead of {total}: the card counted or copied "
+            "them wrong. They were not used; run hf-rocm-tune doctor --full"
         )
-    return found
+    return counts
 
 
 def _linear(experts: Any, name: str, rows: Tensor, sizes: Sequence[int], by_expert: Tensor) -> Tensor:
     weight = getattr(experts, name)
-    state, transposed = weight.quant_state, experts.is_transposed
+    state = weight.quant_state
     rows = rows.to(state.dtype)
-    out = multiply(rows, weight, sizes, transposed and state.quant_type != "mxfp4")
+    out = multiply(rows, weight, sizes, experts.is_transposed and state.quant_type != "mxfp4")
     if experts.has_bias:
         out = out + getattr(experts, f"{name}_bias")[by_expert]
-    for one, two, scaling in vars(experts).get(_ADAPTERS, {}).get(name, ()):
+    for lora_a, lora_b, scaling in vars(experts).get(_ADAPTERS, {}).get(name, ()):
         ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
         grouped = torch.ops.transformers.grouped_mm_fallback
-        out = out + scaling * grouped(grouped(rows, one, ends), two, ends)
+        out = out + scaling * grouped(grouped(rows, lora_a, ends), lora_b, ends)
     return out
 
 
@@ -234,7 +242,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Any, sizes: Sequence[int], transposed: bool) -> Tensor:
         """``rows`` (S, inputs) give (S, outputs); ``transposed``: an expert's weights are (inputs, outputs)."""
-        ctx.weight, ctx.sizes, ctx.transposed = weight, sizes, transposed
+        ctx.weight = weight
+        ctx.sizes = sizes
+        ctx.transposed = transposed
         return _multiply(rows, weight, sizes, transposed)
 
     @staticmethod
@@ -258,9 +268,12 @@ def _multiply(rows: Tensor, weight: Any, sizes: Sequence[int], transposed: bool)
 
 
 def unpacked(weight: Any, expert: int) -> Tensor:
-    found = list(_unpacked(weight, [int(each == expert) for each in range(_shape(weight)[0])]))[expert]
-    assert found is not None
-    return found
+    """One expert's weights, unpacked."""
+    sizes = [0] * _shape(weight)[0]
+    sizes[expert] = 1  # those without rows are not unpacked
+    matrix = list(_unpacked(weight, sizes))[expert]
+    assert matrix is not None
+    return matrix
 
 
 def _unpacked(weight: Any, sizes: Sequence[int]) -> Iterator[Tensor | None]:
@@ -277,9 +290,8 @@ def _unpacked(weight: Any, sizes: Sequence[int]) -> Iterator[Tensor | None]:
         inner = state.state2
         constants = operators.dequantize_blockwise(constants, inner.absmax, inner.code, inner.blocksize, inner.dtype)
         constants = constants.add_(state.offset)
-    each = zip(sizes, weight.detach().view(experts, -1), constants.view(experts, -1), strict=True)
-    for size, packed, own in each:
-        how = state.blocksize, state.quant_type, shape, state.dtype
+    how = state.blocksize, state.quant_type, shape, state.dtype
+    for size, packed, own in zip(sizes, weight.detach().view(experts, -1), constants.view(experts, -1), strict=True):
         yield operators.dequantize_4bit(packed, own, *how) if size else None
 
 
@@ -323,7 +335,7 @@ def _beside(stock: Callable[..., AbstractContextManager[None]]) -> Callable[...,
                 yield
             return
         held = vars(experts).setdefault(_ADAPTERS, {})
-        held[self.parameter_name] = [_factors(self, each) for each in active_adapters if each in self.lora_A]
+        held[self.parameter_name] = [_factors(self, name) for name in active_adapters if name in self.lora_A]
         try:
             yield
         finally:
@@ -336,7 +348,8 @@ def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
     """An adapter's A (experts, inputs, rank) and B (experts, rank, outputs) in the weights' dtype, and its scaling."""
     state: Any = getattr(wrapper.get_base_layer(), wrapper.parameter_name).quant_state
     experts = state.shape[0]
-    down, up = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    one = down.reshape(experts, -1, down.shape[-1]).mT
-    two = up.reshape(up.shape[0], -1, experts).permute(2, 1, 0)
-    return one.to(state.dtype), two.to(state.dtype), wrapper.scaling[adapter]
+    down = wrapper.lora_A[adapter].weight
+    up = wrapper.lora_B[adapter].weight
+    lora_a = down.reshape(experts, -1, down.shape[-1]).mT
+    lora_b = up.reshape(up.shape[0], -1, experts).permute(2, 1, 0)
+    return lora_a.to(state.dtype), lora_b.to(state.dtype), wrapper.scaling[adapter]

@@ -44,7 +44,7 @@ def missing_fields(config: Any, error: Exception) -> list[str]:
     above it. Empty: the error has another cause.
     """
     configs = [] if config is None else list(_parts_of(config))
-    if isinstance(error, AttributeError) and any(error.obj is each for each in configs):
+    if isinstance(error, AttributeError) and any(error.obj is part for part in configs):
         return [str(error.name)]
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
         asked = any(re.search(r"config\b|rope", _line_of(level)) for level in _levels(error))
@@ -52,26 +52,31 @@ def missing_fields(config: Any, error: Exception) -> list[str]:
     if not isinstance(error, TypeError) and not _OF_NONE.search(str(error)):
         return []
     for level in _levels(error):
-        if found := list(dict.fromkeys(_missing_in(level, configs))):
-            in_file = {name: own for each in configs for name, own in each.attribute_map.items()}
-            return [in_file.get(name, name) for name in found]
+        fields = list(dict.fromkeys(_missing_in(level, configs)))
+        if fields:
+            in_file: dict[str, str] = {}
+            for part in configs:
+                in_file |= part.attribute_map
+            return [in_file.get(name, name) for name in fields]
     return []
 
 
 def _parts_of(config: Any) -> Iterator[Any]:
     yield config
     for name in getattr(config, "sub_configs", {}):
-        if (part := getattr(config, name, None)) is not None:
+        part = getattr(config, name, None)
+        if part is not None:
             yield from _parts_of(part)
 
 
 def _levels(error: Exception) -> list[TracebackType]:
     """The levels of an error's traceback, the innermost first."""
-    found, level = [], error.__traceback__
+    levels = []
+    level = error.__traceback__
     while level is not None:
-        found.append(level)
+        levels.append(level)
         level = level.tb_next
-    return found[::-1]
+    return levels[::-1]
 
 
 def _line_of(level: TracebackType) -> str:
@@ -80,7 +85,8 @@ def _line_of(level: TracebackType) -> str:
 
 def _missing_in(level: TracebackType, configs: list[Any]) -> Iterator[str]:
     """The fields that are None and that the line reads, directly or through a variable or an attribute."""
-    line, frame = _line_of(level), level.tb_frame
+    line = _line_of(level)
+    frame = level.tb_frame
     yield from (name for name in _FIELD.findall(line) if _is_none(configs, name))
     owner = frame.f_locals.get("self")
     for name in re.findall(r"\bself\.(\w+)", line):
@@ -102,9 +108,9 @@ def _assigned(code: Any, target: str, configs: list[Any]) -> Iterator[str]:
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                 continue
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(ast.unparse(each) == target for each in targets):
+            if any(ast.unparse(assigned) == target for assigned in targets):
                 yield from (name for name in _FIELD.findall(ast.unparse(node.value)) if _is_none(configs, name))
 
 
 def _is_none(configs: list[Any], name: str) -> bool:
-    return any(getattr(each, name, 0) is None for each in configs)
+    return any(getattr(part, name, 0) is None for part in configs)

@@ -27,7 +27,7 @@ from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-Found = tuple[str, Tensor, Callable[[], Tensor]]
+Listed = tuple[str, Tensor, Callable[[], Tensor]]
 """Name, tensor, and a function that looks the tensor up again; it raises AttributeError when the tensor is gone."""
 
 _BYTES_PER_UPDATE = 1 << 30
@@ -71,17 +71,21 @@ class FrozenSentinel:
 
     def __init__(
         self,
-        list_tensors: Callable[[], Iterable[Found]],
+        list_tensors: Callable[[], Iterable[Listed]],
         period: int,
         arrived_with: Callable[[Tensor], Digest | None] = lambda _: None,
         explain: Callable[[str, Tensor, bool], str | None] = lambda *_: None,
     ) -> None:
-        self._list_tensors, self._arrived_with, self._explain = list_tensors, arrived_with, explain
-        self.passes = self._next = 0
+        self._list_tensors = list_tensors
+        self._arrived_with = arrived_with
+        self._explain = explain
+        self.passes = 0
+        self._next = 0
         self._queued: list[tuple[list[_Watched], QueuedDigests]] = []
         self._watched: dict[str, _Watched] = {}
         self.changed_at_start = self._begin(list(list_tensors()))
-        total, passed = sum(row.nbytes for row in self._watched.values()) or 1, 0
+        total = sum(row.nbytes for row in self._watched.values()) or 1
+        passed = 0
         self._slices: list[list[_Watched]] = [[] for _ in range(period)]
         for row in self._watched.values():
             self._slices[min(passed * period // total, period - 1)].append(row)
@@ -104,7 +108,8 @@ class FrozenSentinel:
         """Check every tensor, also those added since the start, and wait for the result."""
         self.passes += 1
         changes = self._compare(self._watched.values())
-        changes += self._begin([each for each in self._list_tensors() if each[0] not in self._watched], late=True)
+        added = [listed for listed in self._list_tensors() if listed[0] not in self._watched]
+        changes += self._begin(added, late=True)
         return changes + self.collect(wait=True)
 
     def collect(self, *, wait: bool) -> list[Change]:
@@ -112,14 +117,15 @@ class FrozenSentinel:
         changes = []
         while self._queued and (wait or self._queued[0][1].done()):
             rows, queued = self._queued.pop(0)
-            for row, found in zip(rows, queued.result(), strict=True):
-                if found != row.baseline:
+            for row, now in zip(rows, queued.result(), strict=True):
+                if now != row.baseline:
                     changes += self._confirm(row)
         return changes
 
     def _compare(self, rows: Iterable[_Watched]) -> list[Change]:
         """Queue the digests of tensors whose storage is the same; the others are judged at once."""
-        changes, here = [], []
+        changes = []
+        here = []
         for row in rows:
             tensor = row.tensor()
             if tensor is not None and tensor.requires_grad:
@@ -138,28 +144,35 @@ class FrozenSentinel:
         if tensor is None:
             return [Change("frozen", row.name, "removed")]
         replaced = tensor.untyped_storage() is not row.storage()
-        (found,) = QueuedDigests([storage_bytes(tensor)]).confirmed()
-        same = found == row.baseline
+        (now,) = QueuedDigests([storage_bytes(tensor)]).confirmed()
+        same = now == row.baseline
         if same and not replaced:
             return []  # the first digest was wrong
         storage = tensor.untyped_storage()
-        others = replaced and not same and any(each.storage() is storage for each in self._watched.values())
-        if others or self._explain(row.name, tensor, same) is None:  # verified, but as another weight
+        of_another = False
+        if replaced and not same:
+            of_another = any(watched.storage() is storage for watched in self._watched.values())
+        if of_another or self._explain(row.name, tensor, same) is None:  # verified, but as another weight
             return [Change("frozen", row.name, "replaced" if replaced else "changed in memory")]
-        row.storage, row.nbytes, row.baseline = weakref.ref(storage), storage.nbytes(), found
+        row.storage = weakref.ref(storage)
+        row.nbytes = storage.nbytes()
+        row.baseline = now
         return []
 
-    def _begin(self, found: list[Found], *, late: bool = False) -> list[Change]:
+    def _begin(self, listed: list[Listed], *, late: bool = False) -> list[Change]:
         """Record baselines. Returns tensors that differ from theirs; ``late``: tensors added without a reason, too."""
-        digests = QueuedDigests([storage_bytes(tensor) for _, tensor, _ in found]).confirmed()
+        digests = QueuedDigests([storage_bytes(tensor) for _, tensor, _ in listed]).confirmed()
         changes = []
-        for (name, tensor, find), now in zip(found, digests, strict=True):
+        for (name, tensor, find), now in zip(listed, digests, strict=True):
             if late and self._explain(name, tensor, False) is None:
                 changes.append(Change("frozen", name, "added"))
                 continue
-            before = now if late else self._arrived_with(storage_bytes(tensor)) or now
+            before = now
+            if not late:
+                before = self._arrived_with(storage_bytes(tensor)) or now
             storage = tensor.untyped_storage()
-            self._watched[name] = row = _Watched(name, find, weakref.ref(storage), storage.nbytes(), before)
+            row = _Watched(name, find, weakref.ref(storage), storage.nbytes(), before)
+            self._watched[name] = row
             if now != before:
                 changes += self._confirm(row)
         return changes
@@ -180,8 +193,11 @@ class TrainedSentinel:
         arrived_with: Callable[[Tensor], Digest | None] = lambda _: None,
         excuse_writes: bool = False,
     ) -> None:
-        self._optimizer, self._arrived_with, self._excuse_writes = optimizer, arrived_with, excuse_writes
-        self.checks = self.rewritten = 0
+        self._optimizer = optimizer
+        self._arrived_with = arrived_with
+        self._excuse_writes = excuse_writes
+        self.checks = 0
+        self.rewritten = 0
         self._held: list[Any] = []
         self._held_ids: list[int] = []
         self._marked: list[Any] = []
@@ -193,36 +209,55 @@ class TrainedSentinel:
 
     def begin(self) -> list[Change]:
         """Before the first update: tensors that differ from the bytes with which they arrived, where that is known."""
-        rows = [(kind, storage_bytes(tensor)) for kind, tensor in self._list()]
-        known = [(kind, data, before) for kind, data in rows if (before := self._arrived_with(data)) is not None]
-        now = QueuedDigests([data for _, data, _ in known]).confirmed()
+        known = []
+        for kind, tensor in self._list():
+            data = storage_bytes(tensor)
+            before = self._arrived_with(data)
+            if before is not None:
+                known.append((kind, data, before))
+        digests = QueuedDigests([data for _, data, _ in known]).confirmed()
         self.take()
-        wrong = dict.fromkeys(kind for (kind, _, before), found in zip(known, now, strict=True) if found != before)
+        wrong: list[str] = []
+        for (kind, _, before), now in zip(known, digests, strict=True):
+            if now != before and kind not in wrong:
+                wrong.append(kind)
         return [Change("trained", kind, "changed in memory") for kind in wrong]
 
     def take(self, *, versions: bool = False) -> None:
         """After an update: record the current state; ``versions``: what torch's operations write later is excused."""
-        held = [each for group in self._optimizer.param_groups for each in group["params"]]
-        held += [each for state in self._optimizer.state.values() for each in state.values()]
+        held: list[Any] = []
+        for group in self._optimizer.param_groups:
+            held += group["params"]
+        for state in self._optimizer.state.values():
+            held += state.values()
         ids = list(map(id, held))
-        if ids != self._held_ids or any(group.moved for group in self._groups):
-            self._held, self._held_ids, self._groups = held, ids, _grouped(self._list())
+        if ids != self._held_ids or any(bucket.moved for bucket in self._groups):
+            self._held = held
+            self._held_ids = ids
+            self._groups = _grouped(self._list())
         chosen = self._turn()
-        queued = QueuedDigests([group.bytes for group in chosen])
-        told = [group.versions() for group in chosen] if versions or self._excuse_writes else []
-        self._taken = chosen, told, queued
+        queued = QueuedDigests([bucket.bytes for bucket in chosen])
+        written: list[list[tuple[int, int]]] = []
+        if versions or self._excuse_writes:
+            written = [bucket.versions() for bucket in chosen]
+        self._taken = chosen, written, queued
 
     def forget(self) -> None:
         """Drop what was recorded and queued: nothing is compared before the next `take`."""
-        self._taken, self._queued, self._changes = None, [], {}
+        self._taken = None
+        self._queued = []
+        self._changes = {}
 
     def was_written(self) -> bool:
         """Whether torch's operations have written to the trained state since `mark`."""
-        return self._marked != [version_of(each) for each in self._held if torch.is_tensor(each)]
+        return self._marked != self._versions()
 
     def mark(self) -> None:
         """See `was_written`."""
-        self._marked = [version_of(each) for each in self._held if torch.is_tensor(each)]
+        self._marked = self._versions()
+
+    def _versions(self) -> list[Any]:
+        return [version_of(value) for value in self._held if torch.is_tensor(value)]
 
     def queue_check(self) -> None:
         """Before the next use: queue a comparison with the recorded state."""
@@ -244,22 +279,26 @@ class TrainedSentinel:
         """What has changed between `take` and `queue_check`; waits for the device, but not for the ``newest``
         comparisons."""
         older = max(len(self._queued) - newest, 0)
-        queued, self._queued = self._queued[:older], self._queued[older:]
+        queued = self._queued[:older]
+        self._queued = self._queued[older:]
         for groups, untouched, before, now in queued:
             self.checks += 1
             then = before.result()
             differing = [row for row, at in enumerate(untouched) if now.result()[row] != then[at]]
             for row in differing:
                 # Read once more, then taken once more: the digest itself may be wrong.
-                group, right = groups[untouched[row]], before.confirmed()[untouched[row]]
+                group = groups[untouched[row]]
+                right = before.confirmed()[untouched[row]]
                 if now.confirmed()[row] != right and QueuedDigests([group.bytes]).confirmed() != [right]:
                     self._changes.setdefault(group.kind, "changed in memory")
-        changes, self._changes = self._changes, {}
+        changes = self._changes
+        self._changes = {}
         return [Change("trained", kind, how) for kind, how in changes.items()]
 
     def _list(self) -> Iterator[tuple[str, Tensor]]:
         for group in self._optimizer.param_groups:
-            yield from (("trained weights", local(each)) for each in group["params"])
+            for parameter in group["params"]:
+                yield "trained weights", local(parameter)
         for state in self._optimizer.state.values():
             for name, value in state.items():
                 if torch.is_tensor(value) and not getattr(value, "is_paged", False):
@@ -298,7 +337,8 @@ class BatchSentinel:
             self._used.append((rows[0][0], [(tensor, version_of(tensor)) for _, tensor in rows], known))
 
     def queue_check(self) -> None:
-        used, self._used = self._used, []
+        used = self._used
+        self._used = []
         for name, rows, known in used:
             if all(version_of(tensor) == version for tensor, version in rows):
                 self._queued.append((name, known, QueuedDigests([storage_bytes(rows[0][0])])))
@@ -306,7 +346,8 @@ class BatchSentinel:
     def collect(self, *, newest: int = 0) -> list[Change]:
         """What has changed in the batches that were looked at; waits for all but the ``newest`` tensors of them."""
         older = max(len(self._queued) - newest, 0)
-        queued, self._queued = self._queued[:older], self._queued[older:]
+        queued = self._queued[:older]
+        self._queued = self._queued[older:]
         changes = {}
         for name, known, now in queued:
             right = known if isinstance(known, Digest) else known.result()[0]
@@ -322,7 +363,8 @@ class _TensorBucket:
     """Tensors of one kind on one device whose storages are digested as one."""
 
     def __init__(self, kind: str, tensors: list[Tensor]) -> None:
-        self.kind, self._tensors = kind, tensors
+        self.kind = kind
+        self._tensors = tensors
         self._storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         self._counts = [not tensor.is_inference() for tensor in tensors]  # others have no version counter
         self._pointers = [tensor.data_ptr() for tensor in tensors]
@@ -347,13 +389,15 @@ def _grouped(listed: Iterable[tuple[str, Tensor]]) -> list[_TensorBucket]:
     filled: Counter[tuple[str, torch.device]] = Counter()
     seen: set[int] = set()
     for kind, tensor in listed:
-        storage, key = tensor.untyped_storage(), (kind, tensor.device)
+        storage = tensor.untyped_storage()
+        key = (kind, tensor.device)
         if storage._cdata in seen or storage.nbytes() == 0:
             continue
         seen.add(storage._cdata)
         filled[key] += storage.nbytes()
         if key not in last or filled[key] > GROUP_BYTES:
-            filled[key], last[key] = storage.nbytes(), []
+            filled[key] = storage.nbytes()
+            last[key] = []
             groups.append((kind, last[key]))
         last[key].append(tensor)
     return [_TensorBucket(kind, tensors) for kind, tensors in groups]

@@ -40,7 +40,7 @@ def shard(model: nn.Module, accelerator: Any, mover: Mover) -> None:
         """In place of accelerate's broadcast: this rank's rows of each weight, verified on their way."""
         del accelerator, cpu_offload
         meta = model.state_dict()
-        parts.remember((name, full_sd[name]) for name, each in meta.items() if isinstance(each, DTensor))
+        parts.remember((name, full_sd[name]) for name, like in meta.items() if isinstance(like, DTensor))
         placed: dict[str, Tensor] = {}
         moved: dict[tuple[int, Any], Tensor] = {}  # a tied weight is one tensor of two names
         for name, like in meta.items():
@@ -97,9 +97,10 @@ class _Parts:
     """
 
     def __init__(self, model: nn.Module, mover: Mover) -> None:
-        self._model, self._mover = model, mover
+        self._model = model
+        self._mover = mover
         self._verifies = mover.settings.verify != "off"
-        self._trainable = {name for name, each in model.named_parameters() if each.requires_grad}
+        self._trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._wholes: dict[str, Digest] = {}
         self._sources: dict[str, Tensor] = {}  # this rank's rows on the host, to send them again
         self._buffers = {name: digest(buffer) for name, buffer in model.named_buffers()} if self._verifies else {}
@@ -133,7 +134,8 @@ class _Parts:
         """Sends wrong parts again; raises where the parts still do not add up. Marks those that do as verified."""
         if not self._verifies:
             return
-        if wrong := self._wrong():
+        wrong = self._wrong()
+        if wrong:
             self._make_right(wrong)
         sharded = dict(self._shards())
         for name, tensor in tensors_of(self._model):
@@ -144,23 +146,23 @@ class _Parts:
 
     def _make_right(self, wrong: list[str]) -> None:
         shards = dict(self._shards())
-        mine = [
-            name
-            for name in wrong
-            if name in self._sources and digest(local(shards[name]).detach()) != digest(self._sources[name])
-        ]
-        of_all_ranks, still = all_gather_named(dict.fromkeys(mine, "")), wrong
-        at = {name: [rank for rank, theirs in enumerate(of_all_ranks) if name in theirs] for name in wrong}
+        mine = []
+        for name in wrong:
+            if name in self._sources and digest(local(shards[name]).detach()) != digest(self._sources[name]):
+                mine.append(name)
+        of_all_ranks = all_gather_named(dict.fromkeys(mine, ""))
+        at: dict[str, list[int]] = {}
+        for name in wrong:
+            at[name] = [rank for rank, theirs in enumerate(of_all_ranks) if name in theirs]
+        still = wrong
         if self._mover.settings.on_corruption == "recover":
             for name in mine:
                 part = local(shards[name]).detach()
                 part.copy_(self.send(name, self._sources[name]))  # device: from this device's memory to itself
             still = self._wrong()
-        for name in wrong if host_group().rank() == 0 else ():
-            stage, outcome = self._stage(name), "stopped" if name in still else "recovered"
-            self._mover.report.add(stage, mismatches=1, recovered=int(outcome == "recovered"))
-            row = {"step": 0, "stage": stage, "tensor": name, "kind": "wrong shard", "ranks": at[name]}
-            self._mover.report.incident({**row, "outcome": outcome})
+        if host_group().rank() == 0:
+            for name in wrong:
+                self._report(name, at[name], recovered=name not in still)
         if still:
             name = still[0]
             more = f" and {len(still) - 1} more" if len(still) > 1 else ""
@@ -170,16 +172,25 @@ class _Parts:
                 "them: run the doctor, then start the same command again"
             )
 
+    def _report(self, name: str, ranks: list[int], *, recovered: bool) -> None:
+        stage = self._stage(name)
+        self._mover.report.add(stage, mismatches=1, recovered=int(recovered))
+        row = {"step": 0, "stage": stage, "tensor": name, "kind": "wrong shard", "ranks": ranks}
+        self._mover.report.incident({**row, "outcome": "recovered" if recovered else "stopped"})
+
     def _wrong(self) -> list[str]:
-        of_all_ranks = all_gather_named({name: shard_digest(each).hex() for name, each in self._shards()})
-        return [
-            name
-            for name in of_all_ranks[0]
-            if combine(Digest.from_hex(theirs[name]) for theirs in of_all_ranks) != self._wholes[name]
-        ]
+        """The tensors whose shards, of all ranks, do not make what was loaded."""
+        of_all_ranks = all_gather_named({name: shard_digest(shard).hex() for name, shard in self._shards()})
+        wrong = []
+        for name in of_all_ranks[0]:
+            if combine(Digest.from_hex(theirs[name]) for theirs in of_all_ranks) != self._wholes[name]:
+                wrong.append(name)
+        return wrong
 
     def _shards(self) -> Iterator[tuple[str, DTensor]]:
-        return ((name, each) for name, each in self._model.named_parameters() if isinstance(each, DTensor))
+        for name, parameter in self._model.named_parameters():
+            if isinstance(parameter, DTensor):
+                yield name, parameter
 
 
 @contextmanager

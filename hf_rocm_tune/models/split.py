@@ -54,8 +54,10 @@ class LayerSplit:
         return next(card for card, layers in enumerate(self.ranges) if layer in layers)
 
     def card_of(self, name: str) -> int:
-        found = re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)(?:\.|$)", name)
-        return self.card_of_layer(int(found[1])) if found else 0
+        in_stack = re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)(?:\.|$)", name)
+        if not in_stack:
+            return 0
+        return self.card_of_layer(int(in_stack[1]))
 
 
 def parse(text: str) -> tuple[int, ...] | None:
@@ -81,19 +83,26 @@ def find_layers(model: nn.Module, text: PreTrainedConfig) -> tuple[str, nn.Modul
     """The heaviest list of as many modules as the configuration has layers: its name, and the setting that counts."""
     names = (text.attribute_map.get(key, key) for key in ("num_hidden_layers", "decoder_layers", "num_layers"))
     counts = {key: getattr(text, key, None) for key in names}
-    found = [
-        (name, module, key)
-        for name, module in model.named_modules()
-        for key, count in counts.items()
-        if isinstance(module, nn.ModuleList) and len(module) and len(module) == count
-    ]
-    return max(found, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()), default=None)
+    lists = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        for key, count in counts.items():
+            if len(module) == count:
+                lists.append((name, module, key))
+
+    def size(row: tuple[str, nn.ModuleList, str]) -> int:
+        return sum(parameter.numel() for parameter in row[1].parameters())
+
+    return max(lists, key=size, default=None)
 
 
 def layer_stack(model: nn.Module, config: PreTrainedConfig, flag: str = FLAG) -> tuple[str, nn.ModuleList]:
-    if (found := find_layers(model, config.get_text_config())) is None:
+    stack = find_layers(model, config.get_text_config())
+    if stack is None:
         raise UsageError(f"{flag}: cannot identify the decoder layers of {type(model).__name__}; leave the flag out")
-    return found[:2]
+    name, layers, _ = stack
+    return name, layers
 
 
 def stack_of(config: Any, flag: str = FLAG, *, trust_remote_code: bool) -> tuple[str, int]:
@@ -114,7 +123,8 @@ class CardReport(TransferReport):
 
     def __init__(self, whole: TransferReport, card: int) -> None:
         super().__init__()
-        self._whole, self._card = whole, card
+        self._whole = whole
+        self._card = card
 
     def add(self, stage: str, **increments: float) -> None:
         super().add(stage, **increments)
@@ -147,7 +157,8 @@ class SplitMover(Mover):
         )
         super().__init__(devices[0], settings=settings, report=report, backend=self.cards[0]._backend)
         for mover in self.cards:
-            mover._registry, mover.loaded = self._registry, self.loaded
+            mover._registry = self._registry
+            mover.loaded = self.loaded
         self.logical = len({mover.device for mover in self.cards}) == 1
 
     def move(self, tensor: Tensor, *, name: str, **more: Any) -> Tensor:
@@ -189,11 +200,18 @@ class SplitMover(Mover):
     @property
     def failure(self) -> CorruptionError | None:
         """As `Mover.failure`, of any card."""
-        return next((found for mover in self.cards if (found := mover.failure) is not None), super().failure)
+        for mover in self.cards:
+            failure = mover.failure
+            if failure is not None:
+                return failure
+        return super().failure
 
     def fault_injection(self) -> dict[str, Any] | None:
-        found = [row for mover in self.cards if (row := mover.fault_injection()) is not None]
-        return {**found[0], "injected": sum(row["injected"] for row in found)} if found else None
+        rows = [mover.fault_injection() for mover in self.cards]
+        known = [row for row in rows if row is not None]
+        if not known:
+            return None
+        return {**known[0], "injected": sum(row["injected"] for row in known)}
 
     def close(self) -> None:
         super().close()
@@ -205,8 +223,11 @@ def device_map(mover: Mover) -> dict[str, torch.device]:
     """What ``from_pretrained`` is told: one device, or the cards of a split."""
     if not isinstance(mover, SplitMover) or mover.logical:
         return {"": mover.device}
-    stack, others = mover.split.stack, zip(mover.split.ranges[1:], mover.cards[1:], strict=True)
-    return {"": mover.device} | {f"{stack}.{layer}": card.device for layers, card in others for layer in layers}
+    devices = {"": mover.device}
+    for layers, card in zip(mover.split.ranges[1:], mover.cards[1:], strict=True):
+        for layer in layers:
+            devices[f"{mover.split.stack}.{layer}"] = card.device
+    return devices
 
 
 @contextmanager
@@ -261,9 +282,11 @@ class Hops:
             keep_hooks_outside(layer)
             fetch = partial(self._fetch_arguments, f"layers.{number}", card)
             layer.register_forward_pre_hook(fetch, with_kwargs=True)
-            for module in layer.modules() if self._mover.logical else ():
-                module.register_forward_hook(partial(self._made_on, card))
-        last, stage = f"layers.{len(layers) - 1}.output", len(self._mover.cards)
+            if self._mover.logical:
+                for module in layer.modules():
+                    module.register_forward_hook(partial(self._made_on, card))
+        last = f"layers.{len(layers) - 1}.output"
+        stage = len(self._mover.cards)
         layers[-1].register_forward_hook(lambda *given: self._home(given[-1], last, stage))
 
     def _home(self, output: Any, name: str, stage: int) -> Any:
@@ -294,16 +317,26 @@ class Hops:
         return next((card for card, mover in enumerate(self._mover.cards) if mover.serves(tensor.device)), None)
 
     def _all_to(self, card: int, tree: Any, named: Sequence[tuple[str, Any]], stage: int) -> Any:
-        names = {id(tensor): path for name, part in named for path, tensor in named_tensors(part, name)}
+        names: dict[int, str] = {}
+        for name, part in named:
+            names |= {id(tensor): path for path, tensor in named_tensors(part, name)}
         flight = self._pass.flight
-        found: dict[int, Tensor] = {}  # by identity: the tensors that have to be carried
-        for tensor in tree_tensors(tree):
-            if self._card_of(tensor) not in (None, card) and (id(tensor), card) not in self._pass.carried:
-                found[id(tensor)] = tensor
-        with flight.cross(stage) if flight is not None and found else nullcontext() as fetches:
-            moved = {key: self._carry(card, tensor, names[key], fetches) for key, tensor in found.items()}
         carried = self._pass.carried
-        return map_tensors(tree, lambda each: moved.get(id(each), carried.get((id(each), card), (each, each))[1]))
+        to_carry: dict[int, Tensor] = {}  # by identity
+        for tensor in tree_tensors(tree):
+            if self._card_of(tensor) not in (None, card) and (id(tensor), card) not in carried:
+                to_carry[id(tensor)] = tensor
+        with flight.cross(stage) if flight is not None and to_carry else nullcontext() as fetches:
+            moved = {key: self._carry(card, tensor, names[key], fetches) for key, tensor in to_carry.items()}
+
+        def on_card(tensor: Tensor) -> Tensor:
+            if id(tensor) in moved:
+                return moved[id(tensor)]
+            if (id(tensor), card) in carried:
+                return carried[id(tensor), card][1]
+            return tensor
+
+        return map_tensors(tree, on_card)
 
     def _carry(self, card: int, tensor: Tensor, name: str, fetches: Any) -> Tensor:
         here = self._card_of(tensor)
@@ -325,7 +358,10 @@ class Crossing:
     """One way of a tensor through the host, and of its gradient back. A flight has fetchers and marks of its own."""
 
     def __init__(self, mover: SplitMover, *, source: int, target: int, name: str) -> None:
-        self._mover, self.source, self.target, self._name = mover, source, target, name
+        self._mover = mover
+        self.source = source
+        self.target = target
+        self._name = name
 
     def forward(self, tensor: Tensor, fetcher: Fetcher | None = None, mark: Any = None) -> Tensor:
         return self._carry(tensor, self.source, self.target, f"forward.{self._name}", fetcher, mark)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_rocm_tune.models import sentinels
-from hf_rocm_tune.models.sentinels import Change, Found, FrozenSentinel, TrainedSentinel
+from hf_rocm_tune.models.sentinels import Change, FrozenSentinel, Listed, TrainedSentinel
 from hf_rocm_tune.transfer import digest
 
 
@@ -24,7 +24,7 @@ def tensors(*sizes: int) -> dict[str, Tensor]:
     return {f"t{number}": torch.rand(size) for number, size in enumerate(sizes)}
 
 
-def found_in(held: dict[str, Tensor]) -> Iterator[Found]:
+def found_in(held: dict[str, Tensor]) -> Iterator[Listed]:
     """What a model would list: where it is found again is the dictionary."""
 
     def find(name: str) -> Tensor:
