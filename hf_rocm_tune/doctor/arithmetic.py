@@ -53,8 +53,10 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     With the unit roundoff u, n rounded operations err by at most ``n u / (1 - n u)`` of the sum of absolute values;
     matrix units that truncate addends by four times that.
     """
-    left, right = left.double(), right.double()
-    exact, sizes = left @ right, left.abs() @ right.abs()
+    left = left.double()
+    right = right.double()
+    exact = left @ right
+    sizes = left.abs() @ right.abs()
     u = 4 * left.shape[-1] * torch.finfo(torch.float32).eps / 2
     info = torch.finfo(dtype)
     error = u / (1 - u) * sizes
@@ -85,35 +87,43 @@ class Comparison:
         return self._mover.move(tensor.contiguous(), name="input")
 
     def place(self, batch: Batch) -> Batch:
-        return Batch(*(None if one is None else self.move(one) for one in batch))  # type: ignore[arg-type]
+        mask = None if batch.mask is None else self.move(batch.mask)
+        return Batch(self.move(batch.tokens), self.move(batch.labels), self.move(batch.positions), mask)
 
     def close(self, case: str, result: Tensor, expected: Tensor, bound: Tensor) -> bool:
         """Compare a result on the device with values on the CPU within a bound."""
         assert result.shape == expected.shape, (case, result.shape, expected.shape)
         step(f"comparing {case}")
         result = result.detach()
-        found = result.cpu()
+        read = result.cpu()
         self.cases += 1
-        wrong = ~((found.double() - expected).abs() <= bound)  # true for NaN
+        wrong = ~((read.double() - expected).abs() <= bound)  # true for NaN
         if not wrong.any():
             return True
-        same = torch.equal(*(read.reshape(-1).view(torch.uint8) for read in (found, result.cpu())))
-        self.unsteady |= not same
-        values, at = found[wrong].double(), tuple(wrong.nonzero()[0].tolist())
-        kinds = {"zero": int((values == 0).sum()), "NaN": int(values.isnan().sum())}
-        shares = [f"; {100 * count / len(values):.0f} % of them {kind}" for kind, count in kinds.items() if count]
-        self.problems.append(
-            f"{case}: {len(values):,} of {found.numel():,} elements wrong, the first at {list(at)}: "
-            f"{found[at].item():.7g} instead of {expected[at].item():.7g} (it may differ by {bound[at].item():.3g})"
-            f"{''.join(shares)}{'' if same else '; read back again, it was different'}"
+        values = read[wrong].double()
+        first = tuple(wrong.nonzero()[0].tolist())
+        problem = (
+            f"{case}: {len(values):,} of {read.numel():,} elements wrong, the first at {list(first)}: "
+            f"{read[first].item():.7g} instead of {expected[first].item():.7g} (it may differ by "
+            f"{bound[first].item():.3g})"
         )
+        kinds = {"zero": int((values == 0).sum()), "NaN": int(values.isnan().sum())}
+        for kind, count in kinds.items():
+            if count:
+                problem += f"; {100 * count / len(values):.0f} % of them {kind}"
+        read_again = result.cpu()
+        if not torch.equal(read.reshape(-1).view(torch.uint8), read_again.reshape(-1).view(torch.uint8)):
+            self.unsteady = True
+            problem += "; read back again, it was different"
+        self.problems.append(problem)
         return False
 
-    def by_formula(self, case: str, found: Mapping[str, Tensor], formula: Callable[[torch.dtype], Any]) -> None:
+    def by_formula(self, case: str, results: Mapping[str, Tensor], formula: Callable[[torch.dtype], Any]) -> None:
         """Compare named results with those of the same formula on the CPU, in float64 and in their own dtype."""
-        info = torch.finfo(next(iter(found.values())).dtype)
-        exact, rounded = formula(torch.float64), formula(getattr(torch, info.dtype))
-        for part, result in found.items():
+        info = torch.finfo(next(iter(results.values())).dtype)
+        exact = formula(torch.float64)
+        rounded = formula(getattr(torch, info.dtype))
+        for part, result in results.items():
             worst = (rounded[part].double() - exact[part]).abs().max()
             bound = FACTOR * (worst + info.eps / 2 * exact[part].abs()) + info.tiny
             self.close(f"{case}: {part}", result, exact[part], bound)
@@ -125,13 +135,19 @@ class Comparison:
             title, text, source = right
             seen = [f"{self.cases:,} results compared", *read]
             return ok(f"{row}_right", title, f"on {self.name}, {text}", source, subject=self.name, read=seen)
-        row, (title, text, fix, source) = f"{row}_wrong", wrong
+        row = f"{row}_wrong"
+        title, text, fix, source = wrong
         if self.unsteady:
-            row, title, source = "arithmetic_read_back", "Two readbacks of a result differ", "rocm-systems#5815"
+            row = "arithmetic_read_back"
+            title = "Two readbacks of a result differ"
             text = "were different when read back again: the transfer to the host is at fault, not arithmetic"
             fix = "fix the findings on transfers first, then run this check again"
+            source = "rocm-systems#5815"
+        lines = self.problems[:_SHOWN]
         more = len(self.problems) - _SHOWN
-        lines = [*self.problems[:_SHOWN], *([f"and {more:,} more results"] if more > 0 else []), *read]
+        if more > 0:
+            lines.append(f"and {more:,} more results")
+        lines += read
         text = f"on {self.name}, {len(self.problems):,} of {self.cases:,} results {text}"
         return fail(row, title, text, fix, source, subject=self.name, read=lines)
 
@@ -158,32 +174,44 @@ def gemm(request: Mapping[str, Any]) -> list[Finding]:
         accelerator = compare.device.type == "cuda"
         fast = accelerator and _seconds(compare, 1024) < _FAST_SECONDS
         shape = request.get("shape", REPEATED_SHAPES["cuda" if fast else "cpu"])
-        for name in ("float16", "bfloat16", "float32", *(["bfloat16 to float32"] if accelerator else [])):
+        names = ["float16", "bfloat16", "float32"]
+        if accelerator:
+            names.append("bfloat16 to float32")
+        for name in names:
             repeats, varying = _repeat(compare, name, shape, request["seconds"])
-            # Two runs with the same seed are not equal bit for bit where the order of sums changes.
-            lines.append(f"{name}: {repeats:,} times{f', the order of sums changed in {varying:,}' if varying else ''}")
+            line = f"{name}: {repeats:,} times"
+            if varying:  # two runs with the same seed are not equal bit for bit then
+                line += f", the order of sums changed in {varying:,}"
+            lines.append(line)
         right = ("products repeat", "under load, and are right", "rocm-libraries#12344")
         wrong = ("A repeated matrix product is wrong",
                  "of the same product are wrong, without an error of the driver. The only public report leaves open "
                  "whether software or the card is the cause", _ONE_CHANGE, "rocm-libraries#12344")  # fmt: skip
-        finding = compare.verdict("gemm", right, wrong, lines)
-        return [finding, *([_speed(compare, 8192 if fast else 256)] if accelerator else [])]
+        findings = [compare.verdict("gemm", right, wrong, lines)]
+        if accelerator:
+            findings.append(_speed(compare, 8192 if fast else 256))
+        return findings
 
 
 def _repeat(compare: Comparison, name: str, shape: Sequence[int], seconds: float) -> tuple[int, int]:
     """The number of products of one dtype, and of results that differed from the first within the bound."""
-    (m, k, n), (dtype, _, wide) = shape, name.partition(" to ")
-    left, right = (spread(size, getattr(torch, dtype), compare.generator) for size in ((m, k), (k, n)))
+    m, k, n = shape
+    dtype, _, wide = name.partition(" to ")
+    left = spread((m, k), getattr(torch, dtype), compare.generator)
+    right = spread((k, n), getattr(torch, dtype), compare.generator)
     reference = product(left, right, getattr(torch, wide or dtype))
-    multiply = partial(
-        torch.mm, compare.move(left), compare.move(right), **{"out_dtype": torch.float32} if wide else {}
-    )
+    multiply = partial(torch.mm, compare.move(left), compare.move(right))
+    if wide:
+        multiply = partial(multiply, out_dtype=torch.float32)
     step(f"computing {name}, the first")
     first = multiply()
     first_right = compare.close(f"{name}, the first", first, *reference)
-    result, bits = torch.empty_like(first), torch.int16 if first.element_size() == 2 else torch.int32
+    result = torch.empty_like(first)
+    bits = torch.int16 if first.element_size() == 2 else torch.int32
     add_load = _load(compare.device)
-    number, varying, ends = 1, 0, time.monotonic() + seconds
+    number = 1
+    varying = 0
+    ends = time.monotonic() + seconds
     while number <= _LEAST_REPEATS or time.monotonic() < ends:
         number += 1
         step(f"computing {name}, repeat {number}")
@@ -202,7 +230,8 @@ def _load(device: torch.device) -> Callable[[], object]:
     """Adds memory traffic on a second stream of an accelerator; nothing on a CPU."""
     if device.type != "cuda":
         return lambda: None
-    stream, busy = torch.cuda.Stream(device), torch.ones(_BUSY_BYTES // 4, device=device)
+    stream = torch.cuda.Stream(device)
+    busy = torch.ones(_BUSY_BYTES // 4, device=device)
     stream.wait_stream(torch.cuda.current_stream(device))
     busy.record_stream(stream)  # else its memory could be reused for a result while it is still written
 
@@ -219,13 +248,15 @@ def _speed(compare: Comparison, size: int) -> Finding:
     rates = {name: 2e-12 * size**3 / _seconds(compare, size) for name in libraries}
     step("timing the products of the loss's gradient")
     choice = products.choose(compare.device)
-    return assess_speed(compare.name, rates, size, choice.describe() if choice else "no choice for the loss's gradient")
+    gradient = choice.describe() if choice else "no choice for the loss's gradient"
+    return assess_speed(compare.name, rates, size, gradient)
 
 
 def assess_speed(device: str, rates: Mapping[str, float], size: int, gradient: str) -> Finding:
     """The finding on the rates (10^12 operations a second) by library, torch's choice first; ``gradient``: what a run
     uses for the loss's gradient. No verdict on the rate itself: no figure of a 7900 XT under ROCm is public."""
-    usual, best = next(iter(rates)), max(rates, key=rates.__getitem__)
+    usual = next(iter(rates))
+    best = max(rates, key=rates.__getitem__)
     read = [*(f"{name}: {rate:.1f} TFLOPS" for name, rate in rates.items()), gradient]
     title = f"bf16 {rates[usual]:.3g} TFLOPS"
     text = f"products of {size} cubed on {device}; a 7900 XTX measured 88 to 101; no figure of an XT is public"
@@ -253,7 +284,12 @@ def _seconds(compare: Comparison, size: int) -> float:
 # ---- a small model ----------------------------------------------------------------------------------------------
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HIDDEN, HEADS, KEY_HEADS, HEAD, WIDE, VOCABULARY = 128, 4, 2, 32, 384, 1003
+HIDDEN = 128
+HEADS = 4
+KEY_HEADS = 2
+HEAD = 32
+WIDE = 384
+VOCABULARY = 1003
 SHAPES = {
     "embedding": (VOCABULARY, HIDDEN), "first norm": (HIDDEN,), "query": (HEADS * HEAD, HIDDEN),
     "key": (KEY_HEADS * HEAD, HIDDEN), "value": (KEY_HEADS * HEAD, HIDDEN), "output": (HIDDEN, HEADS * HEAD),
@@ -265,7 +301,8 @@ FROZEN = ("query", "key", "value", "output", "gate", "up", "down")
 KINDS = ("plain", "padded", "packed")
 LONGER = 9
 """Times as many tokens in a second batch of the first dtype: 1,152 in a row, several tiles of every kernel."""
-_PACKED, _PADDED = (41, 70, 17), 37
+_PACKED = (41, 70, 17)
+_PADDED = 37
 """Lengths of the examples in a packed row; tokens of padding of the second row. Rows have 128 tokens."""
 Linear = Callable[[Tensor, str], Tensor]
 
@@ -280,14 +317,15 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, generator: torch.Generator, times: int = 1) -> Batch:
-        lengths = [times * one for one in _PACKED]
+        lengths = [times * tokens for tokens in _PACKED]
         length = sum(lengths)
         tokens = torch.randint(0, VOCABULARY, (2, length), generator=generator)
-        labels, positions = tokens.roll(-1, 1), torch.arange(length)
+        labels = tokens.roll(-1, 1)
+        positions = torch.arange(length)
         mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
         if kind == "packed":
             example = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-            positions = torch.cat([torch.arange(one) for one in lengths])
+            positions = torch.cat([torch.arange(of_example) for of_example in lengths])
             mask &= example[:, None] == example
         if kind == "padded":
             labels[1, -_PADDED - 1 :] = -100
@@ -303,17 +341,21 @@ def _loss(p: Mapping[str, Tensor], batch: Batch, linear: Linear) -> Tensor:
         return x.view(*x.shape[:2], count, HEAD).transpose(1, 2)
 
     def turned(x: Tensor) -> Tensor:
-        angle = batch.positions[:, None, :, None] * 10_000.0 ** (-torch.arange(HEAD // 2, device=x.device) * 2 / HEAD)
-        cos, sin = (function(angle).repeat(1, 1, 1, 2).to(x.dtype) for function in (torch.cos, torch.sin))
+        frequencies = 10_000.0 ** (-torch.arange(HEAD // 2, device=x.device) * 2 / HEAD)
+        angle = batch.positions[:, None, :, None] * frequencies
+        cos = torch.cos(angle).repeat(1, 1, 1, 2).to(x.dtype)
+        sin = torch.sin(angle).repeat(1, 1, 1, 2).to(x.dtype)
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
     def norm(x: Tensor, name: str) -> Tensor:
         return functional.rms_norm(x, (HIDDEN,), p[name], 1e-5)
 
-    x, mask = functional.embedding(batch.tokens, p["embedding"]), batch.mask
+    mask = batch.mask
+    x = functional.embedding(batch.tokens, p["embedding"])
     h = norm(x, "first norm")
-    query, key = turned(heads(linear(h, "query"), HEADS)), turned(heads(linear(h, "key"), KEY_HEADS))
+    query = turned(heads(linear(h, "query"), HEADS))
+    key = turned(heads(linear(h, "key"), KEY_HEADS))
     value = heads(linear(h, "value"), KEY_HEADS)
     attended = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     x = x + linear(attended.transpose(1, 2).flatten(2), "output")
@@ -325,17 +367,24 @@ def _loss(p: Mapping[str, Tensor], batch: Batch, linear: Linear) -> Tensor:
 
 def _both_ways(p: Mapping[str, Tensor], batch: Batch, dtype: torch.dtype, linear: Linear | None = None) -> Any:
     """Loss and gradients of all parameters, or of those that are not `FROZEN` where ``linear`` multiplies by those."""
-    leaves = {
-        name: one.to(dtype).detach().requires_grad_() for name, one in p.items() if not linear or name not in FROZEN
-    }
+    leaves = {}
+    for name, parameter in p.items():
+        if not linear or name not in FROZEN:
+            leaves[name] = parameter.to(dtype).detach().requires_grad_()
     loss = _loss(leaves, batch, linear or (lambda x, name: functional.linear(x, leaves[name])))
     gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return {"loss": loss.detach()} | {f"gradient of {name}": one for name, one in zip(leaves, gradients, strict=True)}
+    results = {"loss": loss.detach()}
+    for name, gradient in zip(leaves, gradients, strict=True):
+        results[f"gradient of {name}"] = gradient
+    return results
 
 
 def _parameters(dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
     def scale(name: str) -> float:
-        return 1.0 if len(SHAPES[name]) < 2 or name == "embedding" else SHAPES[name][1] ** -0.5
+        if len(SHAPES[name]) < 2 or name == "embedding":
+            return 1.0
+        inputs: float = SHAPES[name][1] ** -0.5
+        return inputs
 
     return {name: spread(shape, dtype, generator, scale=scale(name)) for name, shape in SHAPES.items()}
 
@@ -350,8 +399,8 @@ def model(request: Mapping[str, Any]) -> list[Finding]:
                 batch = Batch.of(kind, compare.generator, times)
                 case = f"{dtype}, {kind}, {batch.tokens.shape[1]:,} tokens"
                 step(f"computing {case}")
-                found = _both_ways(placed, compare.place(batch), dtype)
-                compare.by_formula(case, found, partial(_both_ways, parameters, batch))
+                results = _both_ways(placed, compare.place(batch), dtype)
+                compare.by_formula(case, results, partial(_both_ways, parameters, batch))
         right = ("a model's layers", "loss and gradients, plain, padded and packed, differ from float64 by rounding in "
                  "their dtype only", "this project: hf_rocm_tune/doctor/arithmetic.py")  # fmt: skip
         wrong = ("A model's layers compute wrongly",
@@ -365,7 +414,8 @@ def model(request: Mapping[str, Any]) -> list[Finding]:
 
 # ---- attention at length -----------------------------------------------------------------------------------------
 
-_STRIDE, _SHORTEST = 197, 256
+_STRIDE = 197
+_SHORTEST = 256
 _PARTS = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
 
@@ -378,10 +428,12 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
     few rows of scores. Each query points at two keys that it may see, so that outputs and gradients are large in every
     row, and at one that it may not, later or of the example before.
     """
-    lengths, most = [request["length"]], request["length"]
+    most = request["length"]
+    lengths = [most]
     while lengths[0] >= 2 * _SHORTEST:
         lengths.insert(0, lengths[0] // 2)
-    reached, backends = dict[str, int](), dict[str, str]()
+    reached: dict[str, int] = {}
+    backends: dict[str, str] = {}
     why = ""
     with Comparison(request) as compare:
         for kind in ("plain", "packed"):
@@ -399,12 +451,12 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
                 if length < most and expected > min(request["seconds"], ends - time.monotonic()):
                     why += f"; {2 * length:,} tokens {kind} would take {expected:.0f} s"
                     break
-        told = " and ".join(f"{length:,} tokens {kind}" for kind, length in reached.items())
+        tried = " and ".join(f"{length:,} tokens {kind}" for kind, length in reached.items())
         right = (f"attention at {min(reached.values()):,} tokens",
-                 f"output and gradients at {told} differ from float64 by no more than rounding{why}",
+                 f"output and gradients at {tried} differ from float64 by no more than rounding{why}",
                  "ROCm/ROCm#6416")  # fmt: skip
         wrong = ("Attention is wrong",
-                 f"of scaled_dot_product_attention, up to {told}, differ from float64 by more than rounding",
+                 f"of scaled_dot_product_attention, up to {tried}, differ from float64 by more than rounding",
                  "train with --attn_implementation eager, or at a --max_length at which this check passes, until a "
                  "newer ROCm build of torch is correct",
                  "ROCm/ROCm#6416; aotriton#123; pytorch#133671; ROCm/pytorch#3230")  # fmt: skip
@@ -413,11 +465,17 @@ def attention(request: Mapping[str, Any]) -> list[Finding]:
 
 def _long(compare: Comparison, length: int, *, packed: bool) -> str:
     """Compare one length; returns the backend that torch has chosen."""
-    dtype, generator, positions = torch.bfloat16, compare.generator, torch.arange(length)
-    case = f"attention at {length:,} tokens{', packed' if packed else ''}"
+    dtype = torch.bfloat16
+    generator = compare.generator
+    positions = torch.arange(length)
+    case = f"attention at {length:,} tokens"
+    first = torch.zeros_like(positions)  # of the example of a position
+    if packed:
+        case += ", packed"
+        first = torch.where(positions < length // 3, 0, length // 3)
     rows = positions.flip(0)[::_STRIDE].flip(0)
-    first = torch.where(positions < length // 3, 0, length // 3) if packed else torch.zeros_like(positions)
-    key, value = (spread((1, 1, length, 128), dtype, generator) for _ in range(2))
+    key = spread((1, 1, length, 128), dtype, generator)
+    value = spread((1, 1, length, 128), dtype, generator)
     seen = (first + torch.rand(2, 2, length, generator=generator) * (positions + 1 - first)).long()
     others = first + length - 1 - positions
     unseen = (torch.rand(2, length, generator=generator) * others).long()
@@ -427,7 +485,9 @@ def _long(compare: Comparison, length: int, *, packed: bool) -> str:
     upstream = torch.zeros_like(query)
     upstream[:, :, rows] = spread((1, 2, len(rows), 128), dtype, generator)
     step(f"computing {case}")
-    here, begins, shown = (compare.move(one) for one in (positions, first, rows))
+    here = compare.move(positions)
+    begins = compare.move(first)
+    shown = compare.move(rows)
     q, k, v = leaves = [compare.move(tensor).requires_grad_() for tensor in (query, key, value)]
     if packed:  # as transformers does: with a mask, keys and values are repeated for their queries
         mask = (here <= here[:, None]) & (here >= begins[:, None])
@@ -435,26 +495,34 @@ def _long(compare: Comparison, length: int, *, packed: bool) -> str:
     else:
         output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     gradients = torch.autograd.grad(output, leaves, compare.move(upstream))
-    found = [output[:, :, shown], gradients[0][:, :, shown], *gradients[1:]]
+    results = [output[:, :, shown], gradients[0][:, :, shown], *gradients[1:]]
     hidden = (positions > rows[:, None]) | (positions < first[rows][:, None])
 
     def by_rows(kind: torch.dtype) -> dict[str, Tensor]:
         """Output and gradients by the formula on the CPU, from these rows alone."""
-        inputs = [one.to(kind).requires_grad_() for one in (query[:, :, rows], key, value)]
+        inputs = [tensor.to(kind).requires_grad_() for tensor in (query[:, :, rows], key, value)]
         scores = (inputs[0] @ inputs[1].mT) / math.sqrt(query.shape[-1])
         attended = scores.masked_fill(hidden, -math.inf).softmax(-1) @ inputs[2]
         backward = torch.autograd.grad(attended, inputs, upstream[:, :, rows].to(kind))
         return dict(zip(_PARTS, (attended.detach(), *backward), strict=True))
 
-    compare.by_formula(case, dict(zip(_PARTS, found, strict=True)), by_rows)
-    # The node of a fused backend is in the graph; the math path has no node of its own.
-    names, waiting = "", [output.grad_fn]
+    compare.by_formula(case, dict(zip(_PARTS, results, strict=True)), by_rows)
+    return _backend_of(output)
+
+
+def _backend_of(output: Tensor) -> str:
+    """The backend of an attention: the node of a fused one is in the graph; the math path has no node of its own."""
+    names = ""
+    waiting = [output.grad_fn]
     while waiting:
-        if (node := waiting.pop()) is not None:
+        node = waiting.pop()
+        if node is not None:
             names += node.name().lower()
             waiting += [following for following, _ in node.next_functions]
-    fused = (name for name in ("flash", "efficient", "cudnn") if f"scaleddotproduct{name}attention" in names)
-    return next(fused, "math")
+    for name in ("flash", "efficient", "cudnn"):
+        if f"scaleddotproduct{name}attention" in names:
+            return name
+    return "math"
 
 
 def assess_backends(device: str, backends: Mapping[str, str]) -> Finding:
@@ -518,7 +586,8 @@ def nf4(request: Mapping[str, Any]) -> list[Finding]:
 
 
 def _nf4(compare: Comparison, quantize: Callable[..., Any], dtype: torch.dtype) -> None:
-    multiply, generator = importlib.import_module("bitsandbytes").matmul_4bit, compare.generator
+    multiply = importlib.import_module("bitsandbytes").matmul_4bit
+    generator = compare.generator
     parameters = _parameters(dtype, generator)
     for name in FROZEN:
         indices = torch.randint(0, 16, (parameters[name].numel(),), generator=generator)
@@ -526,7 +595,8 @@ def _nf4(compare: Comparison, quantize: Callable[..., Any], dtype: torch.dtype) 
         scales = (0.5 + torch.rand(indices.numel() // _BLOCK, generator=generator)).to(dtype).double() / 8
         parameters[name] = (LEVELS[indices] * scales.repeat_interleave(_BLOCK)).view(SHAPES[name])
     placed = {name: compare.move(tensor.to(dtype)) for name, tensor in parameters.items()}
-    case, batch = f"{dtype} NF4", Batch.of("plain", generator)
+    case = f"{dtype} NF4"
+    batch = Batch.of("plain", generator)
     step(f"computing {case}")
     packed = {name: quantize(placed[name], quant_type="nf4", blocksize=_BLOCK) for name in FROZEN}
 
@@ -537,11 +607,11 @@ def _nf4(compare: Comparison, quantize: Callable[..., Any], dtype: torch.dtype) 
     def plain(x: Tensor, name: str) -> Tensor:
         return functional.linear(x, parameters[name].to(x.dtype))
 
-    found = _both_ways(placed, compare.place(batch), dtype, linear)
-    compare.by_formula(case, found, partial(_both_ways, parameters, batch, linear=plain))
+    results = _both_ways(placed, compare.place(batch), dtype, linear)
+    compare.by_formula(case, results, partial(_both_ways, parameters, batch, linear=plain))
     for rows in ROWS:
         x = spread((rows, HIDDEN), dtype, generator)
         with torch.no_grad():
-            found = {"output": linear(compare.move(x), "gate")}
+            results = {"output": linear(compare.move(x), "gate")}
         by_definition = lambda kind: {"output": plain(x.to(kind), "gate")}  # noqa: B023, E731
-        compare.by_formula(f"{case}, {rows} rows without a gradient", found, by_definition)
+        compare.by_formula(f"{case}, {rows} rows without a gradient", results, by_definition)

@@ -39,7 +39,8 @@ from hf_rocm_tune.transfer.raw_bytes import typed_view
 
 SIZES = (1, 3, 255, 4096, 4097, 65_536, (1 << 20) - 4, (1 << 20) + 4, 2 << 20, (20 << 20) + 4, 64 << 20, 256 << 20)
 """Bytes. At 1 MiB HIP changes the engine of copies between cards; 2 and 20 MiB are sizes of pages and segments."""
-_DTYPE_BYTES, _REPEATED_BYTES = 16 * 6001, 1 << 20
+_DTYPE_BYTES = 16 * 6001
+_REPEATED_BYTES = 1 << 20
 _SETTINGS = (
     "unset expandable_segments and backend:*MallocAsync in all three ALLOC_CONF variables, and run the check again; "
     "then another kernel and driver"
@@ -122,7 +123,8 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding]:
     no case begins.
     """
     ends = time.monotonic() + request.get("seconds", math.inf)
-    device, name = device_of(request), request["device"]
+    device = device_of(request)
+    name = request["device"]
     trial = _RoundTrip(device, Copies())
     problems: dict[str, list[dict[str, Any]]] = {}
     cases = list(_cases(request["largest"], request["repeats"]))
@@ -135,16 +137,21 @@ def round_trip(request: Mapping[str, Any]) -> list[Finding]:
         verdict, damage = trial.judge(case, number)
         if verdict:
             problems.setdefault(verdict, []).append({"case": str(case), "damage": damage and asdict(damage)})
-    left = "" if done == len(cases) else f"; {len(cases) - done} cases were left out for time"
+    left = ""
+    if done < len(cases):
+        left = f"; {len(cases) - done} cases were left out for time"
     lines = [f"{sum(map(len, problems.values()))} wrong of {done} cases, there and back twice{left}"]
     if not problems:
         text = f"on {name}, for all tested sizes, dtypes and kinds of copy, cold and warm{left}"
         return [ok("round_trip_right", "copies", text, "ROCm/ROCm#6123; rocm-systems#5815", subject=name, read=lines)]
-    return [
-        fail(f"round_trip_{verdict}", title, text.format(device=name), fix, source, subject=name,
-             read=[*problem_lines(of_it), *lines])
-        for verdict, of_it in problems.items() for title, text, fix, source in [_VERDICTS[verdict]]
-    ]  # fmt: skip
+    findings = []
+    for verdict, of_verdict in problems.items():
+        title, text, fix, source = _VERDICTS[verdict]
+        read = [*problem_lines(of_verdict), *lines]
+        findings.append(
+            fail(f"round_trip_{verdict}", title, text.format(device=name), fix, source, subject=name, read=read)
+        )
+    return findings
 
 
 class _RoundTrip:
@@ -155,7 +162,8 @@ class _RoundTrip:
     """
 
     def __init__(self, device: torch.device, copies: Copies) -> None:
-        self._device, self._copies = device, copies
+        self._device = device
+        self._copies = copies
         self._destination = torch.empty(0, dtype=torch.uint8)
         self._earlier: Tensor | None = None
 
@@ -198,7 +206,8 @@ class _RoundTrip:
     def _read(self, case: CopyCase, *, pinned: bool) -> Tensor:
         """Read back, blocking into pageable or non-blocking into page-locked memory."""
         read = self._host(case.nbytes, pinned=pinned).fill_(POISON)
-        what = f"{case} back from {self._device} to {'page-locked' if pinned else 'pageable'} memory"
+        memory = "page-locked" if pinned else "pageable"
+        what = f"{case} back from {self._device} to {memory} memory"
         self._copies.copy(read, self._destination, what=what, non_blocking=pinned)
         wait_for(self._destination)
         return read
@@ -226,24 +235,29 @@ def casts(request: Mapping[str, Any]) -> list[Finding]:
     Every 16-bit pattern is cast, and float32 with every exponent and sign. NaN are equal whatever their payload, which
     differs between processors. Not covered: copies that cast on their way, which this package never makes.
     """
-    device, name = device_of(request), request["device"]
-    elements, wrong, example = 0, 0, ""
+    device = device_of(request)
+    name = request["device"]
+    elements = 0
+    wrong = 0
+    example = ""
     with Mover(device) as mover:
         for source, target in itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2):
             step(f"casting {source} to {target} on {device}")
             values = _all_values(source)
             arrived = mover.move(values, name=f"{source} values")
             for view in _VIEWS:
-                found, expected = cast(view(arrived), target).cpu(), view(values).to(target)
+                result = cast(view(arrived), target).cpu()
+                expected = view(values).to(target)
                 bits = torch.int32 if target is torch.float32 else torch.int16
-                same = found.contiguous().view(bits) == expected.contiguous().view(bits)
-                differs = ~(same | (found.isnan() & expected.isnan()))
-                elements, wrong = elements + expected.numel(), wrong + int(differs.sum())
+                same = result.contiguous().view(bits) == expected.contiguous().view(bits)
+                differs = ~(same | (result.isnan() & expected.isnan()))
+                elements += expected.numel()
+                wrong += int(differs.sum())
                 if not example and bool(differs.any()):
-                    example = (
-                        f"{source} to {target}: {float(found[differs][0])} instead of {float(expected[differs][0])}"
-                    )
-    read, issues = [f"{elements:,} elements cast, {wrong:,} differ"], "pytorch#16448; torch Copy.cu"
+                    instead = float(expected[differs][0])
+                    example = f"{source} to {target}: {float(result[differs][0])} instead of {instead}"
+    read = [f"{elements:,} elements cast, {wrong:,} differ"]
+    issues = "pytorch#16448; torch Copy.cu"
     if not wrong:
         text = f"between float32, bfloat16 and float16 on {name}, as on the CPU"
         return [ok("casts_right", "casts", text, issues, subject=name, read=read)]
@@ -278,14 +292,16 @@ def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
 
     ``root`` in the request replaces ``/`` when the link is read.
     """
-    device, address = device_of(request), request.get("address")
+    device = device_of(request)
+    address = request.get("address")
     nbytes = request["mib"] << 20
     host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     rates: dict[str, list[float]] = {"to": [], "from": []}
     links: list[LinkRate] = []
-    for _, (way, target, source) in itertools.product(range(6), (("to", there, host), ("from", host, there))):
-        step(f"copying {request['mib']} MiB {way} {device}")
+    directions = (("to", there, host), ("from", host, there))
+    for _, (direction, target, source) in itertools.product(range(6), directions):
+        step(f"copying {request['mib']} MiB {direction} {device}")
         began = time.perf_counter()
         for _ in range(4):
             Copies().copy(target, source, what="", non_blocking=True)
@@ -293,19 +309,21 @@ def bandwidth(request: Mapping[str, Any]) -> list[Finding]:
             path = read_upward(Files(Path(request.get("root", "/"))), address).links
             links = [LinkRate(link.width, link.speed, link.device) for link in path if link.width and link.speed]
         wait_for(there)
-        rates[way].append(gb_per_s(4 * nbytes, time.perf_counter() - began))
+        rates[direction].append(gb_per_s(4 * nbytes, time.perf_counter() - began))
     # Without the first round, in which the link leaves its idle state.
-    to_device, from_device = (statistics.median(all_of[1:]) for all_of in rates.values())
+    to_device = statistics.median(rates["to"][1:])
+    from_device = statistics.median(rates["from"][1:])
     return [assess_bandwidth(request["device"], to_device, from_device, links)]
 
 
 def assess_bandwidth(device: str, there: float, back: float, links: Sequence[LinkRate]) -> Finding:
     """The finding on the rates (10^9 bytes a second) ``there`` and ``back`` and the links that were read under load."""
-    title, source = f"{there:.1f} GB/s to the card, {back:.1f} from it", "ROCm/ROCm#2253"
+    title = f"{there:.1f} GB/s to the card, {back:.1f} from it"
+    source = "ROCm/ROCm#2253"
     if not links:
         return unknown(f"{title}; the link could not be read: a 7900 XTX measured 28 to 29 GB/s on PCIe 4.0 x16, x8 "
                        "gives 13 to 14 and x4 6.5 to 7", subject=device)  # fmt: skip
-    link = min(links, key=lambda one: one.gb_s)
+    link = min(links, key=lambda rate: rate.gb_s)
     share = min(there, back) / link.gb_s
     text = (
         f"{title}; {device}: x{link.width} at {link.speed:g} GT/s (under load, at {link.where}) gives {link.gb_s:.1f} "
@@ -323,15 +341,19 @@ def assess_bandwidth(device: str, there: float, back: float, links: Sequence[Lin
 # unmapped (ROCm/ROCm#6603 with an RX 7900 XT). A copy to the device and back does not show that. Not covered:
 # allocators other than torch's in this process, and corruption that disappears within one cycle.
 
-_CHURN, _SMALLEST, _CANARIES = 0x5C, 512, 4
+_CHURN = 0x5C
+_SMALLEST = 512
+_CANARIES = 4
 
 
 def canaries(request: Mapping[str, Any]) -> list[Finding]:
     """Blocks with a pattern that differs at every position, digested on the device after each cycle of allocating and
     freeing blocks of all sizes; ``cycles``: at most; ``seconds`` after which no cycle begins; ``room``: bytes of these
     blocks at most."""
-    device, name = device_of(request), request["device"]
-    size, room = 1 << 20, 64 << 20
+    device = device_of(request)
+    name = request["device"]
+    size = 1 << 20
+    room = 64 << 20
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         size = min(64 << 20, free // 64 // 4 * 4)
@@ -339,10 +361,13 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
     # Written by the device itself, so that no copy is part of the test; the expected digests come from the host.
     blocks = [fill_with_pattern(torch.empty(size, dtype=torch.uint8, device=device), n) for n in range(_CANARIES)]
     expected = [digest(_pattern(n, size)) for n in range(_CANARIES)]
-    rng, run, ends = random.Random(0), 0, time.monotonic() + request["seconds"]
+    rng = random.Random(0)
+    run = 0
+    ends = time.monotonic() + request["seconds"]
     churned: list[Tensor] = []
-    while not (bad := [n for n in range(_CANARIES) if digest(blocks[n]) != expected[n]]):
-        if run >= request["cycles"] or time.monotonic() >= ends:
+    while True:
+        bad = [number for number in range(_CANARIES) if digest(blocks[number]) != expected[number]]
+        if bad or run >= request["cycles"] or time.monotonic() >= ends:
             break
         run += 1
         step(f"allocating and freeing memory beside canaries on {device}, cycle {run}")
@@ -350,11 +375,14 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
     sizes = f"{_CANARIES} canaries of {size_words(size)} beside up to {size_words(room)} of other blocks, {run} cycles"
     source = "ROCm/ROCm#6603; rocm-systems#10943; ROCm/ROCm#6178"
     if not bad:
-        proof = "the RX 7900 XT of the report failed in cycle 144" + ("" if run > 144 else "; --full runs more cycles")
+        proof = "the RX 7900 XT of the report failed in cycle 144"
+        if run <= 144:
+            proof += "; --full runs more cycles"
         text = f"on {name}, while other memory was allocated and freed; {proof}"
-        title = f"stable for {run} cycle{'s' * (run != 1)}"
+        title = f"stable for {run} cycle" if run == 1 else f"stable for {run} cycles"
         return [ok("canaries_held", title, text, source, subject=name, read=[sizes])]
-    reading, again = blocks[bad[0]].cpu(), blocks[bad[0]].cpu()
+    reading = blocks[bad[0]].cpu()
+    again = blocks[bad[0]].cpu()
     damage = examine(reading, _pattern(bad[0], size))
     problem = {"case": f"cycle {run}, canary {bad[0]}", "damage": None if damage is None else asdict(damage)}
     same = "the same" if torch.equal(reading, again) else "not the same"
@@ -369,7 +397,10 @@ def canaries(request: Mapping[str, Any]) -> list[Finding]:
 def _churn(churned: list[Tensor], room: int, rng: random.Random, device: torch.device, ends: float) -> list[Tensor]:
     """One cycle: allocate and fill blocks of all sizes up to a random level, then free a random half of them."""
     level = rng.uniform(0.3, 1.0) * room
-    while (left := int(level) - sum(block.numel() for block in churned)) >= _SMALLEST:
+    while True:
+        left = int(level) - sum(block.numel() for block in churned)
+        if left < _SMALLEST:
+            break
         size = min(int(_SMALLEST * math.exp(rng.uniform(0, math.log(left / _SMALLEST)))), left)
         if rng.random() < 0.5:
             size = max(size, left // 4)  # sizes are drawn by magnitude: large ones would be rare
