@@ -174,8 +174,8 @@ class VerifiedAccelerator(Accelerator):
     def _require_intact(self, directory: Path) -> None:
         if not directory.is_dir():
             return  # upstream says so
-        problems, found = manifest.inspect(directory)
-        if found is None and problems and problems[0].kind == "missing":
+        problems, written = manifest.inspect(directory)
+        if written is None and problems and problems[0].kind == "missing":
             logger.warning("%s has no %s: its files cannot be checked", directory, manifest.MANIFEST_NAME)
         elif problems:
             raise CorruptionError(

@@ -130,17 +130,17 @@ class VerifiedTransfers:
         Before each ``optimizer.step()`` a slice of the frozen weights, what this optimizer trains, its state, and the
         batches that were used are compared with what they were.
         """
-        for one in watched:
-            if isinstance(one, nn.Module):
-                if all(reference() is not one for reference in self._models):
-                    self._models.append(weakref.ref(one))
+        for target in watched:
+            if isinstance(target, nn.Module):
+                if all(reference() is not target for reference in self._models):
+                    self._models.append(weakref.ref(target))
                 self._frozen = None  # listed again before the next update
-            elif isinstance(inner := _innermost(one), Optimizer):
+            elif isinstance(inner := _innermost(target), Optimizer):
                 if all(row.optimizer() is not inner for row in self._optimizers):
                     self._optimizers.append(_WatchedOptimizer(inner, self))
                 self._frozen = None
             else:
-                raise UsageError(f"watch takes models and optimizers, not {type(one).__name__}")
+                raise UsageError(f"watch takes models and optimizers, not {type(target).__name__}")
 
     def forget(self) -> None:
         """Watch nothing any more; `watch` begins anew."""

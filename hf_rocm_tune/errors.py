@@ -188,8 +188,8 @@ def tokenizer_fault(error: BaseException) -> str | None:
     module = str(at.tb_frame.f_globals.get("__name__", "")) if at is not None else ""
     if not panics and (type(error) is not Exception or not module.startswith(("transformers.token", "tokenizers"))):
         return None
-    said = " ".join(str(error).split())[:200] or "no reason given"
-    return f"the tokenizer cannot be used ({said}): its files are damaged, or not of this model; copy them again"
+    message = " ".join(str(error).split())[:200] or "no reason given"
+    return f"the tokenizer cannot be used ({message}): its files are damaged, or not of this model; copy them again"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
@@ -225,8 +225,8 @@ def device_shortage(error: BaseException) -> str | None:
 
 def shortage_in(text: str) -> str | None:
     """The line of a traceback that is torch's error of a device out of memory, without the error's name."""
-    found = re.search(r"OutOfMemoryError: (.+)", text)
-    return None if found is None else found[1].strip()
+    match = re.search(r"OutOfMemoryError: (.+)", text)
+    return None if match is None else match[1].strip()
 
 
 @contextmanager

@@ -109,13 +109,13 @@ def check_printable(value: Any) -> None:
     """Refuse control characters in any text of a nested value, such as a terminal's escape sequences."""
     level = [value]
     while level:
-        one = level.pop()
-        if isinstance(one, str) and not one.isprintable():
-            raise ValueError(f"it has control characters: {one[:80]!r}")
-        if isinstance(one, Mapping):
-            level += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple | set):
-            level += one
+        value = level.pop()
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"it has control characters: {value[:80]!r}")
+        if isinstance(value, Mapping):
+            level += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set):
+            level += value
 
 
 def visible(text: str, *, json_text: bool = False) -> str:
@@ -123,7 +123,7 @@ def visible(text: str, *, json_text: bool = False) -> str:
     in JSON as ``\u001b``."""
     if text.isprintable():
         return text
-    return "".join(one if _is_shown(one) else _escaped(one, json_text=json_text) for one in text)
+    return "".join(letter if _is_shown(letter) else _escaped(letter, json_text=json_text) for letter in text)
 
 
 def _is_shown(character: str) -> bool:
@@ -147,14 +147,14 @@ def check_counts(configuration: Any) -> None:
     """Refuse a model's configuration that states absurdly many layers, experts or heads, at any depth."""
     level = [configuration]
     while level:
-        one = level.pop()
-        if isinstance(one, Mapping):
-            for key, value in one.items():
+        part = level.pop()
+        if isinstance(part, Mapping):
+            for key, value in part.items():
                 if isinstance(value, int | float) and value > MOST_PARTS and _COUNT.search(str(key)):
                     raise ValueError(f"it states {key} {value:,}, more than any model has")
-            level += one.values()
-        elif isinstance(one, list):
-            level += one
+            level += part.values()
+        elif isinstance(part, list):
+            level += part
 
 
 # ---- names of files -------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def file_in(directory: Path, name: str) -> Path:
 def _is_blob(directory: Path, path: Path) -> bool:
     """Whether a link in a snapshot of the Hub's cache leads to a blob of its own repository."""
     folders = Path(os.path.realpath(directory)).parents
-    repository = next((one for one in folders if one.name.startswith(_HUB_FOLDERS)), None)
+    repository = next((folder for folder in folders if folder.name.startswith(_HUB_FOLDERS)), None)
     return repository is not None and Path(os.path.realpath(path)).parent == repository / "blobs"
 
 
@@ -383,7 +383,7 @@ def _checked_call(stock: Any) -> Any:
         """As upstream; methods of texts get no huge width."""
         if isinstance(getattr(called, "__self__", None), str):
             given = (*arguments, *keywords.values())
-            if any(isinstance(each, int) and abs(each) > _LONGEST_REPEATED for each in given):
+            if any(isinstance(number, int) and abs(number) > _LONGEST_REPEATED for number in given):
                 raise SecurityError("the chat template asks for a huge text")
         return stock(sandbox, context, called, *arguments, **keywords)
 
@@ -420,17 +420,21 @@ def _count_nodes(node: yaml.Node) -> None:
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
-    def size_of(one: yaml.Node, depth: int) -> int:
-        if depth > DEEPEST or id(one) in open_nodes:
+    def size_of(node: yaml.Node, depth: int) -> int:
+        if depth > DEEPEST or id(node) in open_nodes:
             raise ValueError(f"it is nested deeper than {DEEPEST} levels")
-        if id(one) not in sizes:
-            open_nodes.add(id(one))
-            parts = one.value if isinstance(one, yaml.CollectionNode) else []
-            inside = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
-            sizes[id(one)] = 1 + sum(size_of(each, depth + 1) for each in inside)
-            open_nodes.discard(id(one))
-        if sizes[id(one)] > MOST_NODES:
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            inside: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                for pair in node.value:
+                    inside += pair
+            elif isinstance(node, yaml.CollectionNode):
+                inside += node.value
+            sizes[id(node)] = 1 + sum(size_of(inner, depth + 1) for inner in inside)
+            open_nodes.discard(id(node))
+        if sizes[id(node)] > MOST_NODES:
             raise ValueError(f"it stands for more than {MOST_NODES:,} values (aliases of aliases)")
-        return sizes[id(one)]
+        return sizes[id(node)]
 
     size_of(node, 0)

@@ -78,8 +78,8 @@ def _write_state(state: Mapping[str, Any], directory: Path) -> tuple[str, list[s
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
     """The digests of named tensors, each taken on its own device; waits."""
-    found = QueuedDigests([tensor.detach() for tensor in tensors.values()]).result()
-    return dict(zip(tensors, found, strict=True))
+    digests = QueuedDigests([tensor.detach() for tensor in tensors.values()]).result()
+    return dict(zip(tensors, digests, strict=True))
 
 
 def digests_in(file: Path) -> dict[str, Digest]:

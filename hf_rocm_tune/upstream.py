@@ -287,9 +287,9 @@ def resolve(name: str) -> tuple[Any, str, Callable[..., Any]]:
     except (ImportError, AttributeError) as error:
         raise _moved_seam(row, f"it is missing ({error})") from error
     if row.parameters:
-        found = tuple(inspect.signature(value).parameters)
-        if found[: len(row.parameters)] != row.parameters:
-            raise _moved_seam(row, f"its parameters are {found}, expected {row.parameters} first")
+        names = tuple(inspect.signature(value).parameters)
+        if names[: len(row.parameters)] != row.parameters:
+            raise _moved_seam(row, f"its parameters are {names}, expected {row.parameters} first")
     return owner, last, value
 
 
@@ -373,8 +373,8 @@ def overrides(trainer: type) -> Iterator[tuple[type, str, list[type]]]:
 
 def untested() -> list[str]:
     """Installed libraries newer than those the seams were checked with, such as "peft 0.22.0"."""
-    found = {name: importlib.metadata.version(name).partition("+")[0] for name in TESTED}
-    return [f"{name} {version}" for name, version in found.items() if Version(version) > Version(TESTED[name][1])]
+    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in TESTED}
+    return [f"{name} {version}" for name, version in versions.items() if Version(version) > Version(TESTED[name][1])]
 
 
 def is_tested(library: str) -> bool:
@@ -418,7 +418,7 @@ def failed_import(error: BaseException) -> SeamError | None:
 
 def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-    return tuple(name for name, each in inspect.signature(method).parameters.items() if each.kind in kinds)
+    return tuple(name for name, parameter in inspect.signature(method).parameters.items() if parameter.kind in kinds)
 
 
 def _moved_seam(row: Seam, what: str) -> SeamError:

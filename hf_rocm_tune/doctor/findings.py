@@ -107,8 +107,8 @@ class Evidence:
     @property
     def joined(self) -> list[tuple[TorchDevice, Gpu | None]]:
         """torch's devices, each with its card in the kernel's list."""
-        found = {gpu.address: gpu for gpu in self.machine.gpus}
-        return [(device, found.get((device.pci_address or "").lower())) for device in self.devices]
+        by_address = {gpu.address: gpu for gpu in self.machine.gpus}
+        return [(device, by_address.get((device.pci_address or "").lower())) for device in self.devices]
 
     @property
     def archs(self) -> dict[str, str]:

@@ -382,7 +382,7 @@ def _torchvision(evidence: Evidence) -> Iterator[Finding]:
 
 def _tested(evidence: Evidence) -> Iterator[Finding]:
     packages = evidence.software.packages
-    wanted = {name: one for name, one in requirements().items() if name in packages}
+    wanted = {name: requirement for name, requirement in requirements().items() if name in packages}
     right = bool(wanted)
     if not wanted:
         yield unknown("hf-rocm-tune is not installed, so what it requires is not known")

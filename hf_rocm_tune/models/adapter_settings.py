@@ -23,7 +23,7 @@ class AdapterSettings:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [(name, each) for name, each in model.named_modules() if isinstance(each, LoraLayer)]
+        self._layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
         self._before = [_settings_of(layer) for _, layer in self._layers]
         self.wrong_at_start = self._unlike(getattr(model, "peft_config", {}))
 

@@ -48,22 +48,22 @@ class BaseRecord(NamedTuple):
     files: Mapping[str, BaseFile]
 
     def to_json(self) -> dict[str, Any]:
-        rows = {name: {k: v for k, v in one._asdict().items() if v} for name, one in self.files.items()}
+        rows = {name: {k: v for k, v in file._asdict().items() if v} for name, file in self.files.items()}
         return {"name": self.name, "commit": self.commit, "files": rows}
 
 
 def digest_of(rows: Iterable[tuple[str, Collection[Digest]]]) -> str:
     """One digest over the bytes of tensors, given by name."""
-    lines = (" ".join([name, *sorted(each.hex() for each in digests)]) for name, digests in sorted(rows))
+    lines = (" ".join([name, *sorted(digest.hex() for digest in digests)]) for name, digests in sorted(rows))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def by_file(loaded: Mapping[tuple[str, str], Collection[Digest]]) -> dict[Path, list[tuple[str, Collection[Digest]]]]:
     """Tensors and their digests, as a mover has loaded them, by the file that they came from."""
-    found = defaultdict[Path, list[tuple[str, Collection[Digest]]]](list)
+    by_file = defaultdict[Path, list[tuple[str, Collection[Digest]]]](list)
     for (file, name), digests in loaded.items():
-        found[Path(file)].append((name, digests))
-    return found
+        by_file[Path(file)].append((name, digests))
+    return by_file
 
 
 def record(loaded: Mapping[tuple[str, str], Collection[Digest]]) -> BaseRecord | None:
@@ -121,10 +121,12 @@ def read(content: Any) -> BaseRecord | None:
 
 
 def _read_file(row: Mapping[str, Any]) -> BaseFile:
-    hashes = row.get("sha256"), row.get("digest")
-    if any(one is not None and not SHA256.fullmatch(one) for one in hashes):
-        raise ValueError("it has a hash that is none")
-    return BaseFile(int(row["bytes"]), hashes[0], int(row.get("tensors", 0)), hashes[1])
+    sha256 = row.get("sha256")
+    digest = row.get("digest")
+    for given in (sha256, digest):
+        if given is not None and not SHA256.fullmatch(given):
+            raise ValueError("it has a hash that is none")
+    return BaseFile(int(row["bytes"]), sha256, int(row.get("tensors", 0)), digest)
 
 
 def difference(wanted: BaseFile, file: Path) -> str | None:
@@ -142,8 +144,9 @@ def difference(wanted: BaseFile, file: Path) -> str | None:
     there = sums(file).tensors
     if wanted.digest is None or len(there) != wanted.tensors:
         raise LookupError(f"{wanted.tensors} of its {len(there)} tensors were loaded, and no SHA-256 is recorded")
-    found = digest_of((name, [one.digest]) for name, one in there.items())
-    return None if found == wanted.digest else "its tensors have other values than were loaded"
+    if digest_of((name, [tensor.digest]) for name, tensor in there.items()) == wanted.digest:
+        return None
+    return "its tensors have other values than were loaded"
 
 
 def _sha256(file: Path) -> str:

@@ -168,8 +168,8 @@ def _require_architecture(name: str, config: PreTrainedConfig) -> None:
         first = named[0]
     if not first or not isinstance(first, str):
         raise UsageError(f"model {name}: its config.json names no architecture: give a causal language model")
-    found = getattr(transformers, first, transformers.PreTrainedModel)  # else of the model's own code
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    model_class = getattr(transformers, first, transformers.PreTrainedModel)  # else of the model's own code
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     if not is_model and not first.startswith("AutoModel"):
         raise UsageError(
             f"model {name}: its config.json names {first}, which is no architecture: download or copy it again"
@@ -318,7 +318,7 @@ def _forget_blocks(model: PreTrainedModel) -> None:
     """Let transformers before 5.24 save what was made of gpt-oss's blocks under its own names, not the blocks'."""
     conversions: Any = upstream.read("weight_conversions", model)
     if conversions is not None:
-        kept = [one for one in conversions if not str(one.source_patterns[0]).endswith("_blocks")]
+        kept = [conversion for conversion in conversions if not str(conversion.source_patterns[0]).endswith("_blocks")]
         upstream.assign("weight_conversions", model, kept)
 
 

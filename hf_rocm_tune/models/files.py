@@ -109,9 +109,13 @@ def _check_named_files(file: Path) -> None:
                 raise RefusedName(f"it names {name!r}, which is not a file beside it")
         level: list[Any] = [content]
         while level:
-            each = level.pop()
-            level += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-            for key, value in each.items() if isinstance(each, dict) else ():
+            part = level.pop()
+            if isinstance(part, list):
+                level += part
+            if not isinstance(part, dict):
+                continue
+            level += part.values()
+            for key, value in part.items():
                 if _NAMES_A_FILE.fullmatch(str(key)) and isinstance(value, str) and key != "name_or_path":
                     _refuse_elsewhere(file.parent, value)
     except ValueError as error:
@@ -194,7 +198,8 @@ def tensors_in(content: bytearray | mmap.mmap) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of each entry of a safetensors file's content, which they share."""
     data = 8 + int.from_bytes(content[:8], "little")
     for begin, end, name, kind, shape in parse_header(content[8:data]):
-        if (dtype := _DTYPES.get(kind)) is None:
+        dtype = _DTYPES.get(kind)
+        if dtype is None:
             raise SafetensorError(f"{name} has the dtype {kind}, which cannot be loaded")
         if begin == end:
             yield name, torch.empty(shape, dtype=dtype)
@@ -212,7 +217,8 @@ def _weight_files(directory: Path) -> list[Path]:
         return [single]
     if index.is_file():
         names = _shard_names(index)
-        if missing := [name for name in names if not os.path.lexists(directory / name)]:
+        missing = [name for name in names if not os.path.lexists(directory / name)]
+        if missing:
             raise UsageError(f"model: {directory} lacks {', '.join(missing)}, which {index.name} names")
         try:
             return [file_in(directory, name) for name in names]
@@ -235,8 +241,9 @@ def _shard_names(index: Path) -> list[str]:
         checked_names(names)
     except ValueError as error:
         raise UsageError(f"model file {index}: {error}: do not use this model") from error
-    if folders := [name for name in names if "/" in name]:
-        raise UsageError(f"model file {index}: names {folders[0]!r}, which is not a file beside it: do not use it")
+    for name in names:
+        if "/" in name:
+            raise UsageError(f"model file {index}: names {name!r}, which is not a file beside it: do not use it")
     return sorted(set(names))
 
 
@@ -288,7 +295,8 @@ def check_files(
     """
     recorded: dict[Path, str] = {}
     for file in files:
-        if (sha256 := recorded_sha256(file)) is not None:
+        sha256 = recorded_sha256(file)
+        if sha256 is not None:
             recorded[file] = sha256
     states = {file: _state(file, recorded.get(file)) for file in files}
     seen = _read_memory(memory)
@@ -305,16 +313,18 @@ def check_files(
         digests = {name: tensor.digest.hex() for name, tensor in read.tensors.items()}
         seen[str(file.resolve())] = {"state": states[file], "tensors": digests}
     if fresh:
-        not_kept = {
-            str(file.resolve()) for file in fresh if file not in recorded and file.stat().st_size < _WORTH_KEEPING
-        }
+        not_kept = set()
+        for file in fresh:
+            if file not in recorded and file.stat().st_size < _WORTH_KEEPING:
+                not_kept.add(str(file.resolve()))
         _remember(memory, {path: row for path, row in seen.items() if path not in not_kept})
 
     of_files = {str(file.resolve()): seen[str(file.resolve())]["tensors"] for file in files}
     for (path, tensor), digests_loaded in (loaded or {}).items():
         readings = {digest.hex() for digest in digests_loaded}
         path_on_disk = os.path.realpath(path)
-        if again := of_files.get(path_on_disk, {}).get(tensor):
+        again = of_files.get(path_on_disk, {}).get(tensor)
+        if again:
             readings.add(again)
         if len(readings) > 1:
             if of_files and seen.pop(path_on_disk, None) is not None:
@@ -341,7 +351,9 @@ def recorded_sha256(file: Path) -> str | None:
         entry = read_object(file.parent / _MANIFEST)["files"][file.name]["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return entry if isinstance(entry, str) and SHA256.fullmatch(entry) else None
+    if isinstance(entry, str) and SHA256.fullmatch(entry):
+        return entry
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

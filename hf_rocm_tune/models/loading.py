@@ -182,16 +182,16 @@ class LoadReport:
     def reading(self) -> Iterator[LoadReport]:
         """Within the block; the table is shown at its end, unless it ends with an error."""
         filters = [(handler, partial(self._hold, handler)) for handler in logging.getLogger("transformers").handlers]
-        for handler, one in filters:
-            handler.addFilter(one)
+        for handler, filter_ in filters:
+            handler.addFilter(filter_)
         try:
             yield self
         except Exception as error:
             self._raise_cause(error)
             raise
         finally:
-            for handler, one in filters:
-                handler.removeFilter(one)
+            for handler, filter_ in filters:
+                handler.removeFilter(filter_)
         self._show()
 
     def _hold(self, handler: logging.Handler, record: logging.LogRecord) -> bool:

@@ -54,8 +54,10 @@ def is_known() -> bool:
         return False
     head = upstream_head.ChunkedLogProbFunction
     pairs: list[tuple[Any, Any]] = [(head.forward, _forward), (head.backward, _backward)]
-    names = [[list(inspect.signature(each).parameters) for each in pair] for pair in pairs]
-    return all(stock == ours[1:] for stock, ours in names) and all(hasattr(upstream_head, each) for each in _HELPERS)
+    names = [[list(inspect.signature(function).parameters) for function in pair] for pair in pairs]
+    return all(stock == ours[1:] for stock, ours in names) and all(
+        hasattr(upstream_head, function) for function in _HELPERS
+    )
 
 
 def install() -> None:
@@ -137,10 +139,10 @@ class _Head:
         self.dtype_back = dtype if self._rounded else torch.float32
 
     def logits(self, hidden: Tensor) -> Tensor:
-        found = torch.mm(hidden, self._weight.t())
+        product = torch.mm(hidden, self._weight.t())
         if self._bias is not None:
-            found += self._bias.to(self._dtype)
-        return found
+            product += self._bias.to(self._dtype)
+        return product
 
     def add_back(self, sum_: Tensor, tile: Tensor) -> None:
         """Add ``tile @ weight`` to a float32 sum."""
@@ -154,9 +156,9 @@ class _Head:
             upstream_head._addmm_fp32(sum_, tile[:, words], self._weight[words])
 
     def back(self, tile: Tensor) -> Tensor:
-        found = torch.zeros(len(tile), self._weight.shape[1], dtype=torch.float32, device=tile.device)
-        self.add_back(found, tile.to(self._dtype))
-        return found
+        gradient = torch.zeros(len(tile), self._weight.shape[1], dtype=torch.float32, device=tile.device)
+        self.add_back(gradient, tile.to(self._dtype))
+        return gradient
 
 
 def _forward(
@@ -211,7 +213,7 @@ def _forward(
         if upstream_head._use_triton(hidden.device):
             fold = upstream_head._forward_kernel[(count,)]
             turn = upstream_head._backward_kernel[(count, blocks)]
-        fold(*place, *(each[part] for each in statistics), 0, vocabulary, **kept, **options)
+        fold(*place, *(statistic[part] for statistic in statistics), 0, vocabulary, **kept, **options)
         normaliser[part] = highest[part] + torch.log(total[part])
         factors = (normaliser[part], normaliser[part], ones[part], ones[part])  # entropy has no gradient
         turn(*place, *factors, 0, vocabulary, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, **options)
@@ -221,15 +223,19 @@ def _forward(
         del tile, place  # before the next one
     ctx.save_for_backward(gradient)
     ctx.dtype = hidden.dtype
+    constants = []
     results = {
         "entropy": lambda: normaliser - weighted / total,
         "log_sum_sq_probs": lambda: torch.log(squares) - 2 * torch.log(total),
         "mean_logits": lambda: plain / vocabulary,
         "is_top1": lambda: (of_target >= highest) & (of_target > before_target),
     }
-    found = {name: results[name]() if name in outputs else None for name in upstream_head.OPTIONAL_OUTPUTS}
-    ctx.mark_non_differentiable(*(each for name, each in found.items() if each is not None and name != "entropy"))
-    return of_target - normaliser, *found.values()
+    computed = {name: results[name]() if name in outputs else None for name in upstream_head.OPTIONAL_OUTPUTS}
+    for name, output in computed.items():
+        if output is not None and name != "entropy":
+            constants.append(output)
+    ctx.mark_non_differentiable(*constants)
+    return of_target - normaliser, *computed.values()
 
 
 def _backward(

@@ -236,16 +236,17 @@ def _require_equal_copies(name: str, original: Any, copies: nn.ModuleDict, mover
 
 def digests_before(model: nn.Module, mover: Mover) -> dict[str, Digest]:
     """Digests of the weights, by their names in the files, before an adapter is computed from them and changes them."""
-    found: dict[str, Digest] = {}
+    digests: dict[str, Digest] = {}
     for name, tensor in tensors_of(model):
         data = storage_bytes(tensor)
-        found[file_name(name)] = now = digest(data)
+        now = digest(data)
+        digests[file_name(name)] = now
         if mover.was_verified(tensor) and mover.digest_of(data) not in (None, now):
             raise MemoryFaultError(
                 f"frozen weights changed in memory (before the adapter is computed from them): {name}",
                 "Nothing was trained: start the same command again",
             )
-    return found
+    return digests
 
 
 def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover) -> None:
@@ -343,11 +344,13 @@ def _compare_with_file(file: Path, unknown: dict[str, Tensor], why: dict[str, st
         if file_name(name) not in held:
             continue
         in_file = held[file_name(name)]
-        wanted, reason = {name: in_file}, EQUAL
+        wanted = {name: in_file}
+        reason = EQUAL
         if mover.device.type != "cpu":
             again = quantised_again(name, unknown[name], in_file, mover)
             if again:
-                wanted, reason = again, EQUAL_QUANTISED
+                wanted = again
+                reason = EQUAL_QUANTISED
         for part, expected in wanted.items():
             if part not in unknown:
                 continue
@@ -359,7 +362,8 @@ def _compare_with_file(file: Path, unknown: dict[str, Tensor], why: dict[str, st
 
 def quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) -> dict[str, Tensor]:
     """The file's tensor as bitsandbytes quantises it on the device, named as in `tensors_of`; empty: not quantised."""
-    state, rows = getattr(weight, "quant_state", None), getattr(weight, "CB", None)
+    state = getattr(weight, "quant_state", None)
+    rows = getattr(weight, "CB", None)
     if not in_file.is_floating_point() or (state is None and rows is None):
         return {}
     functional = importlib.import_module("bitsandbytes.functional")
@@ -405,11 +409,11 @@ def is_recomputed(model: nn.Module, name: str, tensor: Tensor, mover: Mover) -> 
     module = dict(model.named_modules()).get(path)
     if module is None:
         return False  # a quantisation state's tensor
-    expected = [fresh for found, fresh in _recomputed(model) if found == name]
+    expected = [fresh for buffer, fresh in _recomputed(model) if buffer == name]
     if attribute.endswith("inv_freq"):
         expected += _rotary_tables(module, attribute.removesuffix("inv_freq"))
-    with mover.fetched(tensor.detach(), name=name, stage="weights") as found:
-        held = found.host
+    with mover.fetched(tensor.detach(), name=name, stage="weights") as fetched:
+        held = fetched.host
         tolerance = 0.0
         if tensor.device.type != "cpu":
             tolerance = 4 * torch.finfo(torch.float32).eps
@@ -442,10 +446,10 @@ def _is_equal(expected: Tensor, on_device: Tensor, mover: Mover, reason: str) ->
     both_floating = expected.is_floating_point() and on_device.is_floating_point()
     if expected.shape != on_device.shape or not (both_floating or expected.dtype == on_device.dtype):
         return False
-    found = digest(on_device)
-    if digest(expected.to(dtype=on_device.dtype)) != found:
+    there = digest(on_device)
+    if digest(expected.to(dtype=on_device.dtype)) != there:
         return False
-    mover.mark_derived(on_device, reason, digest=found)
+    mover.mark_derived(on_device, reason, digest=there)
     return True
 
 

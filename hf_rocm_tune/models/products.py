@@ -126,7 +126,7 @@ def each_library(device: torch.device) -> Iterator[str]:
     before = current_library(device)
     names = ON_HOST if device.type == "cpu" else libraries()
     try:
-        for name in sorted(names, key=lambda each: each != before):
+        for name in sorted(names, key=lambda name: name != before):
             try:
                 use_library(device, name)
             except RuntimeError:

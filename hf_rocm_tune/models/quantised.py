@@ -258,8 +258,8 @@ def rows_of_4_bit(
 def dequantised(module: Any) -> Tensor:
     """The weight of a `Linear4bit`, ``[out, in]``, dequantised by bitsandbytes."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
-    found: Tensor = functional.dequantize_4bit(module.weight.data.view(-1, 1), module.weight.quant_state)
-    return found
+    values: Tensor = functional.dequantize_4bit(module.weight.data.view(-1, 1), module.weight.quant_state)
+    return values
 
 
 def on_dequantised(weight: Any, observer: Callable[..., None]) -> Watch:
@@ -271,10 +271,11 @@ def on_dequantised(weight: Any, observer: Callable[..., None]) -> Watch:
 
 def _observed(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def dequantize_4bit(A: Tensor, quant_state: Any = None, *arguments: Any, **keywords: Any) -> Tensor:
-        found = stock(A, quant_state, *arguments, **keywords)
-        if (one := getattr(quant_state, "observer", None)) is not None:
-            one(found)
-        return found
+        values = stock(A, quant_state, *arguments, **keywords)
+        observer = getattr(quant_state, "observer", None)
+        if observer is not None:
+            observer(values)
+        return values
 
     return dequantize_4bit
 
@@ -300,4 +301,4 @@ def running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors; torch's kernels update them without a version count, and a checkpoint restores them."""
     for path, module in model.named_modules():
         if isinstance(module, _WITH_STATISTICS):
-            yield from ((f"{path}.{name}".lstrip("."), each) for name, each in module.named_buffers(recurse=False))
+            yield from ((f"{path}.{name}".lstrip("."), buffer) for name, buffer in module.named_buffers(recurse=False))

@@ -36,15 +36,17 @@ _CHEAP = 128
 
 def parse(text: str) -> tuple[int, int]:
     """Reads ``WHOLE`` or ``WHOLE,SELECTIVE``: numbers of layers to recompute whole and selectively."""
-    found = re.fullmatch(r"\s*([0-9]{1,5})\s*(?:,\s*([0-9]{1,5})\s*)?", text)
-    if found is None:
+    match = re.fullmatch(r"\s*([0-9]{1,5})\s*(?:,\s*([0-9]{1,5})\s*)?", text)
+    if match is None:
         raise UsageError(
             f"{FLAG} {text!r} is not understood: give the number of layers to recompute whole and, after a comma, the "
             "number to recompute except for products and attention, as 8 or 8,20"
         )
-    if not sum(counts := (int(found[1]), int(found[2] or 0))):
+    whole = int(match[1])
+    selective = int(match[2] or 0)
+    if not whole + selective:
         raise UsageError(f"{FLAG} {text} recomputes nothing: give --gradient_checkpointing false instead")
-    return counts
+    return whole, selective
 
 
 def is_chosen(training: Any) -> bool:
@@ -133,16 +135,16 @@ def _is_kept(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 @cache
 def _costly() -> dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], bool]]:
     aten = torch.ops.aten
-    found: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {}
+    rules: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {}
     for position, ops in enumerate(((aten.mm, aten.bmm, aten._grouped_mm), (aten.addmm, aten.baddbmm))):
-        found |= {op.default: partial(_is_wide, position) for op in ops}
+        rules |= {op.default: partial(_is_wide, position) for op in ops}
     if hasattr(torch.ops, "bitsandbytes") and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        found[torch.ops.bitsandbytes.gemm_4bit.default] = partial(_is_wide, 0)
+        rules[torch.ops.bitsandbytes.gemm_4bit.default] = partial(_is_wide, 0)
     names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     for op in (getattr(aten, f"_scaled_dot_product_{name}").default for name in names):
         (position,) = (at for at, argument in enumerate(op._schema.arguments) if argument.name == "dropout_p")
-        found[op] = partial(_draws_nothing, position)
-    return found
+        rules[op] = partial(_draws_nothing, position)
+    return rules
 
 
 def _is_wide(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

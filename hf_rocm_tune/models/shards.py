@@ -76,11 +76,11 @@ def as_shard(part: Tensor, like: DTensor) -> DTensor:
 def placer(model: nn.Module, place: Callable[..., Tensor], parameters: Sequence[Tensor] = ()) -> Callable[..., Tensor]:
     """A ``place`` that moves only this rank's part of a host tensor to the device and returns a sharded tensor."""
     adapters = "|".join(map(re.escape, getattr(model, "peft_config", {})))
-    likes = {re.sub(rf"\.({adapters})(?=\.|$)", "", name): each for name, each in model.named_parameters()}
+    likes = {re.sub(rf"\.({adapters})(?=\.|$)", "", name): parameter for name, parameter in model.named_parameters()}
 
     def place_part(tensor: Tensor, *, name: str, stage: str) -> Tensor:
-        found = re.match(r"optimizer\.state\.(\d+)\.", name)
-        like = parameters[int(found[1])] if found else likes[name]
+        state = re.match(r"optimizer\.state\.(\d+)\.", name)
+        like = parameters[int(state[1])] if state else likes[name]
         if tensor.dim() == 0 or not isinstance(like, DTensor):  # a step count, which is not sharded
             return place(tensor, name=name, stage=stage)
         return as_shard(place(own_part(tensor, like), name=name, stage=stage), like)
@@ -100,8 +100,8 @@ def shard_digest(tensor: DTensor) -> Digest:
     # Columns are not consecutive. Zeros add nothing to a digest, so the shard is digested inside a tensor of zeros.
     whole = part.new_zeros(tensor.shape)
     own_part(whole, tensor).copy_(part)  # device: from this device's memory to itself
-    found = digest(whole)
-    return Digest(found.s1, found.s2, part.nbytes)
+    sums = digest(whole)
+    return Digest(sums.s1, sums.s2, part.nbytes)
 
 
 def digest_at(part: Tensor, start: int) -> Digest:
@@ -110,5 +110,5 @@ def digest_at(part: Tensor, start: int) -> Digest:
     if inside == 0:
         return digest(part, word_offset=start // _WORD)
     filled = torch.cat([torch.zeros(inside, dtype=torch.uint8, device=part.device), as_bytes(part.contiguous())])
-    found = digest(filled, word_offset=start // _WORD)
-    return Digest(found.s1, found.s2, found.nbytes - inside)
+    sums = digest(filled, word_offset=start // _WORD)
+    return Digest(sums.s1, sums.s2, sums.nbytes - inside)

@@ -38,5 +38,5 @@ class Streamed:
     from_files: bool = True  # their weights are used as they are in the files, and need not be quantised on the card
 
     def has(self, name: str) -> bool:
-        found = re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)\.", name)
-        return found is not None and int(found[1]) in self.layers
+        in_stack = re.search(rf"(?:^|\.){re.escape(self.stack)}\.(\d+)\.", name)
+        return in_stack is not None and int(in_stack[1]) in self.layers

@@ -43,8 +43,11 @@ def is_streamed(name: str, tensor: Tensor) -> bool:
 
 
 def streamer_of(model: nn.Module) -> Streamer | None:
-    found = (getattr(module, _ATTRIBUTE, None) for module in model.modules())
-    return next((each for each in found if each is not None), None)
+    for module in model.modules():
+        streamer: Streamer | None = getattr(module, _ATTRIBUTE, None)
+        if streamer is not None:
+            return streamer
+    return None
 
 
 class Streamer:
@@ -118,7 +121,7 @@ class Streamer:
                 segment.read_again = partial(_read, known.file, known.name)
             self.host_bytes["mapped" if segment.file else "anonymous"] += source.nbytes
             segments.append(segment)
-        return Content(layer, segments, combine(each.digest for each in segments if each.digest is not None))
+        return Content(layer, segments, combine(segment.digest for segment in segments if segment.digest is not None))
 
     def _bind(self, at: int, placed: Sequence[tuple[Place, Tensor]]) -> None:
         memory = self.buffers[self._buffer_of[at]].memory
@@ -195,14 +198,16 @@ class Streamer:
     def bring(self, module: nn.Module) -> None:
         """Have the layer that a module is part of in its buffer, outside of a pass through the model."""
         for at, layer in enumerate(self.layers):
-            if any(each is module for each in self._stack[layer].modules()):
+            if any(inner is module for inner in self._stack[layer].modules()):
                 self._enter(at)
 
     def require_frozen(self) -> None:
         """Refuse adapters that copy weights of streamed layers, which were not there to be copied."""
         for layer in self.layers:
             for name, module in self._stack[layer].named_modules():
-                if hasattr(module, "modules_to_save") and any(is_streamed("", each) for each in module.parameters()):
+                if not hasattr(module, "modules_to_save"):
+                    continue
+                if any(is_streamed("", parameter) for parameter in module.parameters()):
                     raise UsageError(
                         f"--lora_modules_to_save {name.rpartition('.')[2]}: it is in layers that {FLAG} streams, which "
                         "cannot be trained: leave it out"
@@ -210,9 +215,10 @@ class Streamer:
 
     def waiting(self, tensor: Tensor) -> Tensor | None:
         """The bytes of a streamed layer's tensor, as they wait on the host; None for every other tensor."""
-        if (found := self._segments.get(id(tensor))) is None:
+        held = self._segments.get(id(tensor))
+        if held is None:
             return None
-        segment = found[1]
+        _, segment = held
         if not segment.is_right(segment.source):
             if segment.read_again is None or not segment.is_right(again := segment.read_again()):
                 raise MemoryFaultError(f"streamed weights changed in host memory: {segment.name}", ADVICE)
@@ -252,8 +258,8 @@ def leave_device(model: nn.Module, name: str, mover: Mover) -> None:
 
 def to_host(tensor: Tensor, name: str, mover: Mover) -> Tensor:
     """A tensor of the card in memory of this process, verified."""
-    with mover.fetched(tensor.detach(), name=name, stage="weights") as found:
-        return found.host.clone()
+    with mover.fetched(tensor.detach(), name=name, stage="weights") as fetched:
+        return fetched.host.clone()
 
 
 def _in_backward() -> bool:

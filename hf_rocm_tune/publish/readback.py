@@ -432,10 +432,10 @@ def _llama3_factors(settings: Mapping[str, Any], dimensions: int) -> list[float]
 def _factors(tensors: Mapping[str, Any], wanted: Mapping[str, Sequence[float]]) -> Iterator[str]:
     for name, values in wanted.items():
         there = tensors[name]() if name in tensors else ()
-        close = len(there) == len(values) and all(
-            math.isclose(one, other, rel_tol=1e-4) for one, other in zip(there, values, strict=True)
-        )
-        if not close:
+        is_close = len(there) == len(values)
+        if is_close:
+            is_close = all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(there, values, strict=True))
+        if not is_close:
             yield f"its {name} is not the model's rope scaling"
 
 
@@ -446,15 +446,15 @@ def _other_layers(fields: Mapping[str, Any], model: Model) -> str | None:
     if not any(window) or set(kinds) - {"sliding_attention", "full_attention"}:
         return None
     arch = fields.get("general.architecture", "")
-    said = fields.get(f"{arch}.attention.sliding_window_pattern")
-    if isinstance(said, list):
-        theirs = [bool(one) for one in said]
+    pattern = fields.get(f"{arch}.attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        theirs = [bool(is_window) for is_window in pattern]
     elif f"{arch}.attention.sliding_window" not in fields:
         theirs = [False] * len(window)
         if all(window):  # beyond the window only
             return None
     else:
-        period = said if isinstance(said, int) else _ASSUMED_PERIOD.get(arch)
+        period = pattern if isinstance(pattern, int) else _ASSUMED_PERIOD.get(arch)
         if period is None:
             return None
         theirs = [(at + 1) % period != 0 for at in range(len(window))]

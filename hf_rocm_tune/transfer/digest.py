@@ -111,8 +111,8 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
         return Digest(*_host_sums(as_bytes(dense(tensor)), word_offset), tensor.nbytes)
     readback = DigestReadback(digest_on_device(tensor, word_offset))
     readback.join()
-    (found,) = readback.digests([tensor.nbytes])
-    return found
+    (digest,) = readback.digests([tensor.nbytes])
+    return digest
 
 
 class DigestReadback:
@@ -182,17 +182,17 @@ class QueuedDigests:
         self._found: dict[int, Digest] = {}
         self._on_device: list[tuple[list[int], list[int], Tensor]] = []  # places in `tensors`, sizes, sums
         self._pending: list[tuple[list[int], list[int], DigestReadback]] = []
-        for device in {each.device for each in tensors}:
-            places = [at for at, each in enumerate(tensors) if each.device == device]
+        for device in {tensor.device for tensor in tensors}:
+            places = [at for at, tensor in enumerate(tensors) if tensor.device == device]
             mine = [tensors[at] for at in places]
-            sizes = [each.nbytes for each in mine]
+            sizes = [tensor.nbytes for tensor in mine]
             if device.type == "cpu":
-                self._keep(places, [Digest(*_host_sums(_bytes_of(each)), each.nbytes) for each in mine])
+                self._keep(places, [Digest(*_host_sums(_bytes_of(tensor)), tensor.nbytes) for tensor in mine])
                 continue
             with torch.cuda.device(device), torch.inference_mode(False), own_copies():
                 sums = torch.zeros(len(mine), 2, dtype=torch.int64, device=device)
-                for row, each in zip(sums, mine, strict=True):
-                    _chosen(device)[0](_bytes_of(each), 0, row)
+                for row, tensor in zip(sums, mine, strict=True):
+                    _chosen(device)[0](_bytes_of(tensor), 0, row)
             self._pending.append((places, sizes, DigestReadback(sums)))
             self._on_device.append((places, sizes, sums))
 
@@ -220,18 +220,19 @@ class QueuedDigests:
         Raises:
             CorruptionError: no two readings agreed: nothing can be said about the memory.
         """
-        found = self.result()
+        digests = self.result()
         if not self._on_device:
-            return found
+            return digests
         for reading in range(1, _READINGS + 1):
-            before, mask = found, mix(reading)
+            before = digests
+            mask = mix(reading)
             for places, sizes, sums in self._on_device:
                 with own_copies(), torch.inference_mode(False):
                     landed = (sums ^ mask).cpu() ^ mask  # device: the engine's own
                 self._keep(places, _as_digests(landed, sizes))
-            found = self.result()
-            if found == before:
-                return found
+            digests = self.result()
+            if digests == before:
+                return digests
         devices = ", ".join(str(sums.device) for _, _, sums in self._on_device)
         raise CorruptionError(
             f"digests that {devices} sent to the host differed in each of {_READINGS} readings: copies from the device "
@@ -374,10 +375,10 @@ def _differs(sums: Sums, device: torch.device) -> str:
     """In which case `sums` and plain torch differ on `device`; empty if they agree. Waits for the device."""
     data = place_weights(device).view(torch.uint8)
     for start, stop, offset in ((0, data.numel() - 5, 0), (16, 4003, 70001), (3, 1000, 0)):
-        found = torch.zeros(2, 2, dtype=torch.int64, device=device)
-        for method, row in zip((sums, torch_sums), found, strict=True):
-            method(data[start:stop], offset, row)
-        if not torch.equal(*found):
+        kernel_sums, plain_sums = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        sums(data[start:stop], offset, kernel_sums)
+        torch_sums(data[start:stop], offset, plain_sums)
+        if not torch.equal(kernel_sums, plain_sums):
             return f"the Triton kernel gave other sums than plain torch for {stop - start} bytes at word {offset}"
     return ""
 

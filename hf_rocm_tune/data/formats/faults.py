@@ -74,7 +74,7 @@ def _expected(value: Any, layout: FormatInfo, column: str) -> tuple[bool, str]:
 def _is_history(value: Any) -> bool:
     if value is None:
         return True
-    return isinstance(value, list) and all(_is_pair(each) for each in value)
+    return isinstance(value, list) and all(_is_pair(item) for item in value)
 
 
 def _is_pair(value: Any) -> bool:
