@@ -99,14 +99,14 @@ class _Tally:
     counts: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)  # see `_counted`
     per_picture: list[int] = field(default_factory=list)  # placeholder tokens over pictures, of a row
     largest_batch: tuple[int, tuple[Any, ...]] = (0, ())  # placeholder tokens of a row, and its `described` tensors
-    small: list[dict[str, Any]] = field(default_factory=list)  # see `Looked`
+    small: list[dict[str, Any]] = field(default_factory=list)  # see `CheckedPictures`
     faults: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # rows and what is wrong, by kind
 
     def fault(self, number: int, error: PictureError) -> None:
         self.faults.setdefault(error.kind, []).append((number, str(error)))
 
 
-class Looked(NamedTuple):
+class CheckedPictures(NamedTuple):
     """What was found in the rows of a split."""
 
     tokens: DataSummary | None  # None where nothing could be counted
@@ -116,14 +116,14 @@ class Looked(NamedTuple):
     small: list[dict[str, Any]]  # the first pictures, small: ``row`` from 1, ``size`` in pixels, ``jpeg`` in base64
 
 
-def look_through(
+def check_pictures(
     rows: Rows,
     collator: PictureCollator,
     split: str,
     *,
     seconds: float = SECONDS,
     progress: Callable[[int], None] = lambda done: None,
-) -> Looked:
+) -> CheckedPictures:
     """Look at every row of a split (of a stream: at the first 100).
 
     PictureError: rows that cannot be used, a line with the rows of each kind of fault.
@@ -144,7 +144,7 @@ def look_through(
             except PictureError as error:
                 tally.fault(number, error)
                 continue
-            _note_headers(tally, number, heads)
+            _record_headers(tally, number, heads)
             if example is None:
                 continue
             if example["images"] and len(tally.small) < _SMALL_COUNT:
@@ -162,7 +162,7 @@ def look_through(
     if tally.faults:
         raise PictureError(_faults_in_words(tally.faults, split))
     tokens, pictures = _summaries(tally, split, collator.max_length)
-    return Looked(tokens, pictures, [counts[1] for counts in tally.counts], tally.largest_batch, tally.small)
+    return CheckedPictures(tokens, pictures, [counts[1] for counts in tally.counts], tally.largest_batch, tally.small)
 
 
 def _small(number: int, picture: Any) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _animated(image: Any) -> bool:
         return True
 
 
-def _note_headers(tally: _Tally, number: int, heads: list[Any]) -> None:
+def _record_headers(tally: _Tally, number: int, heads: list[Any]) -> None:
     tally.pictures += len(heads)
     if not heads:
         tally.without += 1

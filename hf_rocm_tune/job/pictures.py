@@ -18,7 +18,7 @@ from hf_rocm_tune.cards.agree import on_main_process
 from hf_rocm_tune.data import pictures
 from hf_rocm_tune.data.masks import template_is_marked
 from hf_rocm_tune.data.picture_batches import PictureCollator, literals, placeholder_ids, takes_suffix
-from hf_rocm_tune.data.picture_check import PictureSummary, look_through
+from hf_rocm_tune.data.picture_check import PictureSummary, check_pictures
 from hf_rocm_tune.data.pictures import PictureRows
 from hf_rocm_tune.data.sources import columns_of
 from hf_rocm_tune.data.summary import DataSummary
@@ -50,7 +50,7 @@ class JobPictures:
     summaries: Mapping[str, PictureSummary]
     lengths: Mapping[str, Sequence[int]]  # tokens of each row after cutting
     largest: tuple[int, tuple[Any, ...]] = (0, ())  # of a row for training: its tokens of pictures, and their tensors
-    small: Sequence[Mapping[str, Any]] = ()  # the first pictures for training, see `picture_check.Looked`
+    small: Sequence[Mapping[str, Any]] = ()  # the first pictures for training, see `picture_check.CheckedPictures`
 
     def attach(self, trainer: VerifiedTransferMixin) -> None:
         """Put the trainer's collator behind ours, and the summaries where those of text rows are."""
@@ -112,7 +112,7 @@ def undecoded(arguments: Arguments, splits: Splits, processor: Any) -> Splits:
     return replace(splits, train=train, eval=evaluation)
 
 
-def looked_through(
+def with_checked_pictures(
     arguments: Arguments, splits: Splits, processor: Any, config: Any, say: Callable[..., None]
 ) -> Splits:
     """The splits as TRL takes rows with pictures, and their pictures, all of which were looked at. Collective."""
@@ -157,7 +157,7 @@ def looked_through(
         if rows is None:
             continue
         collator = prepared.around(_stock_collator(arguments, processor, rows), [])
-        result = on_main_process(partial(_look_through_split, rows, collator, split, say))
+        result = on_main_process(partial(_check_split, rows, collator, split, say))
         lengths[split] = result.lengths
         if split == "train":
             prepared = replace(prepared, largest=result.largest, small=result.small)
@@ -168,7 +168,7 @@ def looked_through(
     return replace(splits, pictures=replace(prepared, tokens=tokens, summaries=summaries, lengths=lengths))
 
 
-def _look_through_split(rows: Rows, collator: PictureCollator, split: str, say: Callable[..., None]) -> Any:
+def _check_split(rows: Rows, collator: PictureCollator, split: str, say: Callable[..., None]) -> Any:
     """Look through one split, with a line that is rewritten in a terminal."""
     total = len(rows) if hasattr(rows, "__len__") else 0
     if total >= _BAR_ROWS:
@@ -180,7 +180,7 @@ def _look_through_split(rows: Rows, collator: PictureCollator, split: str, say: 
             end = "\n" if done == total else ""
             print(f"\r  {done:,} of {total:,} rows", end=end, file=sys.stderr, flush=True)
 
-    return look_through(rows, collator, split, progress=progress)
+    return check_pictures(rows, collator, split, progress=progress)
 
 
 def _folders(arguments: Arguments) -> tuple[Path, ...]:

@@ -81,7 +81,7 @@ def load_rows(
     loaded = replace(loaded, train=train, eval=evaluation, findings=findings)
     if not pictured or arguments.method == "grpo":  # whose trainer reads pictures itself
         return loaded
-    return pictures.looked_through(arguments, loaded, tokenizer, read_config(source), announce.say)
+    return pictures.with_checked_pictures(arguments, loaded, tokenizer, read_config(source), announce.say)
 
 
 class _LateFindings:

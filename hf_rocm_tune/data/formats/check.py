@@ -92,7 +92,7 @@ def check_format(
         if fault:
             begins = repr({column: row[column] for column in layout.columns if column in row})[:120]
             raise UsageError(f"row {number} of the '{split}' split: {fault}; the row begins {begins}")
-        seen.note(row, number, layout)
+        seen.record(row, number, layout)
     if layout.messages and not has_chat_template:
         raise UsageError(
             f"the '{split}' rows are conversations, but the tokenizer of '{model_name}' has no chat template: name a "
@@ -285,7 +285,7 @@ def _checked(
         raise UsageError(f"{place_of(index + 1, split)}: {fault}")
     known_shapes = len(seen.shapes)
     known_findings = len(seen.empty)
-    seen.note(row, index + 1, layout)
+    seen.record(row, index + 1, layout)
     if index >= STREAMED_ROWS:
         if len(seen.shapes) > known_shapes:
             check_structure(row, index + 1)

@@ -35,7 +35,7 @@ class RowTraits:
         self._labels = set[bool]()
         self._opening = opening
 
-    def note(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
+    def record(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
         """A row that has no fault, and its number from 1."""
         self.count = number
         structure: list[Any] = []
@@ -46,7 +46,7 @@ class RowTraits:
                     structure.append(self._structure(message, layout))
             elif column in layout.more or column in ("tools", FUNCTIONS):
                 structure.append((column, bool(value)))
-                self._note_beside(column, value, number, layout)
+                self._record_beside(column, value, number, layout)
             elif column == TEMPLATE_KWARGS:
                 given = value or {}
                 structure.append(tuple((key, str(option)) for key, option in given.items() if option is not None))
@@ -58,10 +58,10 @@ class RowTraits:
                 self.kinds.add("padding")
         shape = self.shapes.setdefault(hash(tuple(structure)), [number - 1, 0])
         shape[1] += 1
-        self._note_answers(row, number, layout)
-        self._note_text(row, number, layout)
+        self._record_answers(row, number, layout)
+        self._record_text(row, number, layout)
 
-    def _note_beside(self, column: str, value: Any, number: int, layout: FormatInfo) -> None:
+    def _record_beside(self, column: str, value: Any, number: int, layout: FormatInfo) -> None:
         """Of a column beside a question, or of tools."""
         if layout.in_csv and value in MISSING:
             self._add(f"a word that may stand for a missing value is read as it stands in '{column}'", number)
@@ -101,7 +101,7 @@ class RowTraits:
 
     # ---- what teaches nothing -------------------------------------------------------------------------------
 
-    def _note_answers(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
+    def _record_answers(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
         """Answers that are empty, missing, or the same where they should differ."""
         chosen, rejected = (row.get(layout.content.get(name, "")) for name in ("chosen", "rejected"))
         if "chosen" in layout.content:
@@ -123,7 +123,7 @@ class RowTraits:
             if empty:
                 self._add("an answer is empty", number)
 
-    def _note_text(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
+    def _record_text(self, row: Mapping[str, Any], number: int, layout: FormatInfo) -> None:
         """A text that is empty, or begins as the tokenizer begins it too."""
         if layout.kind != "text" and not self._opening:
             return
