@@ -38,7 +38,8 @@ GROUPS: Mapping[str, str] = {
 """In the order in which they run and are shown: likely causes come first, arithmetic after all copies."""
 
 Status = Literal["ok", "info", "warn", "fail", "unknown", "skipped"]
-_TAIL_LINES, _SHOWN_PROBLEMS = 6, 3
+_TAIL_LINES = 6
+_SHOWN_PROBLEMS = 3
 _UNITS = ((20 << 20, "20 MiB"), (2 << 20, "2 MiB"), (64 << 10, "64 KiB"), (4 << 10, "4 KiB"))
 
 
@@ -60,8 +61,12 @@ class Finding:
         return asdict(self)
 
 
-note, warn, fail = partial(Finding, "info"), partial(Finding, "warn"), partial(Finding, "fail")
-"""Worth knowing, with nothing to do for a run; training may be slow, or fail later; its result cannot be trusted."""
+note = partial(Finding, "info")
+"""Worth knowing, with nothing to do for a run."""
+warn = partial(Finding, "warn")
+"""Training may be slow, or fail later."""
+fail = partial(Finding, "fail")
+"""The result of a training cannot be trusted."""
 
 
 def ok(row: str, title: str, text: str, source: str, *, subject: str = "", read: Sequence[str] = ()) -> Finding:

@@ -387,7 +387,8 @@ def _tested(evidence: Evidence) -> Iterator[Finding]:
     if not wanted:
         yield unknown("hf-rocm-tune is not installed, so what it requires is not known")
     for name, required in wanted.items():
-        text, version = packages[name], _version(packages[name])
+        text = packages[name]
+        version = _version(text)
         below, archs, harm, source = _HARMFUL.get(name, ("0", "gfx", "", ""))
         tested = TESTED.get(name)
         if text is None and name in ("bitsandbytes", "torch"):  # those have their own checks
@@ -402,11 +403,13 @@ def _tested(evidence: Evidence) -> Iterator[Finding]:
             harmful = harm and version and version.release < Version(below).release and affected
             harmful = harmful and evidence.software.build == "rocm"
             range_ = " to ".join(tested) if tested else str(required.specifier)
-            yield (fail if harmful else warn)(
-                "version_untested", f"{name} {text} is not a version that was tested",
-                f"this project is tested with {range_}, and uses private functions of its upstream "
-                f"libraries{f'; {harm}' if harmful else ''}",
-                _install(name), f"{_OURS}; {source}" if harmful else _OURS, name)  # fmt: skip
+            title = f"{name} {text} is not a version that was tested"
+            why = f"this project is tested with {range_}, and uses private functions of its upstream libraries"
+            if harmful:
+                sources = f"{_OURS}; {source}"
+                yield fail("version_untested", title, f"{why}; {harm}", _install(name), sources, name)
+            else:
+                yield warn("version_untested", title, why, _install(name), _OURS, name)
         elif tested and version.release > Version(tested[1]).release:
             right = False
             yield note("version_newer", f"{name} {text} is newer than the tested versions",

@@ -90,7 +90,8 @@ def _said_in_our_words(record: logging.LogRecord) -> bool:
             if words:
                 say(words)
             return False
-    record.msg, record.args = message, None
+    record.msg = message
+    record.args = None
     return True
 
 

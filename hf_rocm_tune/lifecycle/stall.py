@@ -26,12 +26,15 @@ from hf_rocm_tune.lifecycle.heartbeat import Phase, Supervised, phase_name, touc
 from hf_rocm_tune.lifecycle.watchdog import RankStatus, Watchdog, briefly
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
-_FLOOR_SECONDS, _FACTOR = 300.0, 10.0
-_PATIENT, _START = 4.0, 24.0
+_FLOOR_SECONDS = 300.0
+_FACTOR = 10.0
+_PATIENT = 4.0
+_START = 24.0
 """Multiples of the floor: for phases without a measure, and before training, where there are no heartbeats."""
 _BEFORE_OTHERS = 0.8
 """Share of the limits of the supervisor and of the collectives, which also end a job but do not know the cause."""
-_MEASURED, _ENOUGH = 50, 3
+_MEASURED = 50
+_ENOUGH = 3
 _INTACT = "The checkpoints already written are intact: start the same command again to continue from the newest one"
 
 # Only the text distinguishes gloo's failures from bugs: they are plain RuntimeError (torch 2.13), and the messages of

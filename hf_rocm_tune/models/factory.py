@@ -348,7 +348,8 @@ def _show_plainly(record: logging.LogRecord) -> bool:
     """Names of a pickle's tensors in a log record do not act on the terminal; colours of transformers' do."""
     parts = _COLOUR.split(record.getMessage())  # text and colours in turn
     parts[::2] = [visible(text) for text in parts[::2]]
-    record.msg, record.args = "".join(parts), ()
+    record.msg = "".join(parts)
+    record.args = ()
     return True
 
 

@@ -414,7 +414,8 @@ class _FromDisk:
             if not count:
                 break
             self._rest += self._memory[:count]
-        taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        taken = self._rest[:nbytes]
+        self._rest = self._rest[nbytes:]
         return taken
 
 
@@ -431,7 +432,8 @@ def _sums(stream: Any) -> FileSums:
     for begin, end, name, dtype, shape in entries:
         for _ in reader.pieces(begin - reader.bytes):
             pass  # a gap between two tensors
-        parts, word = [], 0
+        parts = []
+        word = 0
         for piece in reader.pieces(end - begin):
             parts.append(digest(torch.frombuffer(piece, dtype=torch.uint8), word_offset=word))
             word += len(piece) // 4
@@ -446,7 +448,8 @@ class _HashingReader:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.hashing, self.bytes = hashlib.sha256(), 0
+        self.hashing = hashlib.sha256()
+        self.bytes = 0
 
     def pieces(self, nbytes: int | None) -> Iterator[bytearray]:
         """The next ``nbytes`` of the stream, or fewer at its end; None: all that is left."""

@@ -101,7 +101,8 @@ def keep_hooks_outside(layer: nn.Module) -> None:
     """Has a layer recompute its ``forward`` only, as newer transformers do: hooks run once in a step."""
     if not (_HOOKS_INSIDE and isinstance(layer, GradientCheckpointingLayer)):
         return
-    kind, forward = type(layer), layer.forward
+    kind = type(layer)
+    forward = layer.forward
 
     def checkpointed(*arguments: Any, **keywords: Any) -> Any:
         if not (layer.gradient_checkpointing and layer.training):

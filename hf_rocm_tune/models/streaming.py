@@ -55,7 +55,8 @@ class Streamer:
 
     def __init__(self, model: PreTrainedModel, streamed: Streamed, mover: Mover) -> None:
         _, stack = layer_stack(model, model.config)
-        self._mover, self._stack = mover, stack
+        self._mover = mover
+        self._stack = stack
         self.layers = streamed.layers
         self.host_bytes = {"mapped": 0, "anonymous": 0}  # of streamed weights: of files, or of this process
         self.visits = 0  # layers fetched
@@ -71,8 +72,10 @@ class Streamer:
             where.append(placed)
         self.buffers: list[LayerBuffer] = []
         self._buffer_of: list[int] = []  # of each streamed layer
-        one = [(mover, range(len(stack)))]
-        for card, there in zip(mover.cards, mover.split.ranges, strict=True) if isinstance(mover, SplitMover) else one:
+        cards: list[tuple[Mover, range]] = [(mover, range(len(stack)))]
+        if isinstance(mover, SplitMover):
+            cards = list(zip(mover.cards, mover.split.ranges, strict=True))
+        for card, there in cards:
             first = len(self.buffers)
             own = [layer for layer in self.layers if layer in there]
             for at in range(min(LAYER_BUFFERS_A_CARD, len(own))):

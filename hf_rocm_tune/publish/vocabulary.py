@@ -211,7 +211,8 @@ def changed_roles(before: Any, after: Any) -> dict[str, int]:
     changed = {}
     for role in ROLES:
         key = f"{role}_token_id"
-        if (value := getattr(after, key)) is not None and value != getattr(before, key):
+        value = getattr(after, key)
+        if value is not None and value != getattr(before, key):
             changed[key] = value
     return changed
 

@@ -93,7 +93,9 @@ def combine(parts: Iterable[Digest]) -> Digest:
     """The digest of data from those of its ranges, each taken at its own `word_offset`; without parts: of 0 bytes."""
     s1 = s2 = nbytes = 0
     for part in parts:
-        s1, s2, nbytes = s1 + part.s1, s2 + part.s2, nbytes + part.nbytes
+        s1 += part.s1
+        s2 += part.s2
+        nbytes += part.nbytes
     return Digest(s1 & _M64, s2 & _M64, nbytes)
 
 
@@ -385,7 +387,8 @@ def _differs(sums: Sums, device: torch.device) -> str:
 
 def torch_sums(flat: Tensor, word_offset: int, sums: Tensor) -> None:
     """Add the digest of uint8[n] to `sums` in plain torch, for any device."""
-    position, index = 0, word_offset
+    position = 0
+    index = word_offset
     while position < flat.numel():
         low = index % BLOCK_WORDS
         room = BLOCK_WORDS - low if low else BLOCK_WORDS * CHUNK_BLOCKS

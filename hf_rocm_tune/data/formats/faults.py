@@ -30,7 +30,8 @@ def fault_in(row: dict[str, Any], layout: FormatInfo) -> str | None:
     if layout.kind == "tokenized":
         return _fault_in_tokens(row, layout)
     for column in layout.columns:
-        if fault := _fault_in_column(row.get(column), layout, column):
+        fault = _fault_in_column(row.get(column), layout, column)
+        if fault:
             return f"column '{column}' {fault}"
     return (
         _fault_in_system_prompts(row, layout)
@@ -131,7 +132,8 @@ def _fault_in_messages(value: Any, layout: FormatInfo, column: str) -> str | Non
     if not isinstance(value, list) or not value:
         return f"holds {_named(value, layout)}, not a list of messages"
     for number, message in enumerate(value, start=1):
-        if fault := _fault_in_message(message, layout):
+        fault = _fault_in_message(message, layout)
+        if fault:
             return f"message {number} {fault}"
     if not layout.needs_assistant or column == layout.content.get("prompt"):
         return None
