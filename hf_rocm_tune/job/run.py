@@ -456,7 +456,7 @@ def _prepare(
     if data.pictures is not None:
         largest = data.pictures.largest
     fit = before_loading(arguments, plan.record.auto_fit, libraries=libraries, say=say, pictures=largest)
-    watched = telemetry.of_device(training.device, every_s=tune.telemetry_every, tell=announce.say_of_this_rank)
+    watched = telemetry.of_device(training.device, every_s=tune.telemetry_every, say=announce.say_of_this_rank)
     return Job(
         arguments=arguments,
         asked=asked,

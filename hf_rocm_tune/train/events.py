@@ -15,11 +15,11 @@ EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
 
 class EventCallback(TrainerCallback):
-    """Calls ``tell`` with the name of each event. Takes no decision: upstream's control stays as it is."""
+    """Calls ``notify`` with the name of each event. Takes no decision: upstream's control stays as it is."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None]) -> None:
         for event in EVENTS:
-            setattr(self, event, partial(_call, tell, event))
+            setattr(self, event, partial(_call, notify, event))
 
 
 def surround(trainer: Trainer, before: Callable[[str], None], after: Callable[[str], None]) -> None:
@@ -36,5 +36,5 @@ def surround(trainer: Trainer, before: Callable[[str], None], after: Callable[[s
     callbacks.append(last)
 
 
-def _call(tell: Callable[[str], None], event: str, *_: Any, **__: Any) -> None:
-    tell(event)
+def _call(notify: Callable[[str], None], event: str, *_: Any, **__: Any) -> None:
+    notify(event)

@@ -35,7 +35,8 @@ class Deferred:
     """The result of an operation on tensors or numbers, some of which are not known yet."""
 
     def __init__(self, operation: Callable[..., Any], *parts: Any) -> None:
-        self._operation, self.parts = operation, parts
+        self._operation = operation
+        self.parts = parts
         self.known: Any = None
 
     def __getattr__(self, name: str) -> Callable[[], Deferred]:
@@ -43,8 +44,8 @@ class Deferred:
             return partial(Deferred, getattr(Tensor, name), self)
         if name.startswith("__"):
             raise AttributeError(name)
-        found: Callable[[], Deferred] = getattr(self.now(), name)
-        return found
+        attribute: Callable[[], Deferred] = getattr(self.now(), name)
+        return attribute
 
     def item(self) -> Deferred:
         return _Number(self)
@@ -73,7 +74,8 @@ class Deferred:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*map(_now, args), **{name: _now(each) for name, each in (kwargs or {}).items()})
+        keywords = {name: _now(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_now, args), **keywords)
 
     def value(self) -> Any:
         """The value, after everything it depends on has been gathered and read."""
@@ -148,7 +150,8 @@ class DeferredMetrics:
     """The outstanding metrics of one trainer, and the losses that it logs."""
 
     def __init__(self, trainer: Any, *, filters_losses: bool) -> None:
-        self._trainer, self._filters_losses = trainer, filters_losses
+        self._trainer = trainer
+        self._filters_losses = filters_losses
         known = all(upstream.read(name, trainer) is not None for name in ("metrics", "trained_tokens"))
         # User code may gather by itself, and read TRL's metrics.
         self._wanted = (
@@ -200,7 +203,10 @@ class DeferredMetrics:
             return
         self._micro_steps = 0
         trainer = self._trainer
-        figures = [figure for metrics in trainer._metrics.values() for values in metrics.values() for figure in values]
+        figures: list[Any] = []
+        for metrics in trainer._metrics.values():
+            for values in metrics.values():
+                figures += values
         evaluate_deferred([*figures, trainer._total_train_tokens])
         trainer._total_train_tokens = value_of(trainer._total_train_tokens)
         for metrics in trainer._metrics.values():
@@ -210,20 +216,21 @@ class DeferredMetrics:
 
 def evaluate_deferred(figures: Iterable[Any]) -> None:
     """Gather and read what these metrics depend on, so that each has its value. Collective."""
-    found: dict[int, Deferred] = {}
+    needed: dict[int, Deferred] = {}
     pending = [figure for figure in figures if isinstance(figure, Deferred)]
     while pending:
         figure = pending.pop()
-        if id(figure) not in found and figure.known is None:
-            found[id(figure)] = figure
+        if id(figure) not in needed and figure.known is None:
+            needed[id(figure)] = figure
             pending += [part for part in figure.parts if isinstance(part, Deferred)]
-    _gather([each for each in found.values() if isinstance(each, _Leaf)])
-    reads = [each for each in found.values() if isinstance(each, _Number)]
+    _gather([figure for figure in needed.values() if isinstance(figure, _Leaf)])
+    reads = [figure for figure in needed.values() if isinstance(figure, _Number)]
     if reads:
-        tensors = [each.parts[0].value().reshape(()) for each in reads]
-        numbers = torch.stack([one.double() for one in tensors]).tolist()  # exact for float32, and counts below 2^53
-        for each, tensor, number in zip(reads, tensors, numbers, strict=True):
-            each.known = number if tensor.is_floating_point() else int(number)
+        tensors = [figure.parts[0].value().reshape(()) for figure in reads]
+        # float64 is exact for float32, and for counts below 2^53
+        numbers = torch.stack([tensor.double() for tensor in tensors]).tolist()
+        for figure, tensor, number in zip(reads, tensors, numbers, strict=True):
+            figure.known = number if tensor.is_floating_point() else int(number)
 
 
 def _gather(leaves: list[_Leaf]) -> None:
@@ -233,15 +240,18 @@ def _gather(leaves: list[_Leaf]) -> None:
     accelerator = leaves[0].accelerator
     ranks = accelerator.num_processes
     if ranks == 1:
-        for each in leaves:
-            each.known = each.tensor
+        for leaf in leaves:
+            leaf.known = leaf.tensor
         return
-    flat = [each.tensor.reshape(-1).contiguous().view(torch.uint8) for each in leaves]
-    sizes = [-(-one.numel() // 8) * 8 for one in flat]  # a multiple of 8 is aligned for every dtype
-    packed = torch.cat([functional.pad(one, (0, size - one.numel())) for one, size in zip(flat, sizes, strict=True)])
-    rows, begin = type(accelerator).gather(accelerator, packed).view(ranks, -1), 0  # not the one that defers
-    for each, one, size in zip(leaves, flat, sizes, strict=True):
-        shape = each.tensor.shape or (1,)
-        mine = rows[:, begin : begin + one.numel()].contiguous().view(each.tensor.dtype)
-        each.known = mine.reshape(ranks * shape[0], *shape[1:])
-        begin += size
+    padded = []
+    for leaf in leaves:
+        data = leaf.tensor.reshape(-1).contiguous().view(torch.uint8)
+        padded.append(functional.pad(data, (0, -data.numel() % 8)))  # a multiple of 8 is aligned for every dtype
+    gather = type(accelerator).gather  # not the one that defers
+    rows = gather(accelerator, torch.cat(padded)).view(ranks, -1)
+    begin = 0
+    for leaf, data in zip(leaves, padded, strict=True):
+        shape = leaf.tensor.shape or (1,)
+        of_ranks = rows[:, begin : begin + leaf.tensor.nbytes].contiguous().view(leaf.tensor.dtype)
+        leaf.known = of_ranks.reshape(ranks * shape[0], *shape[1:])
+        begin += data.numel()

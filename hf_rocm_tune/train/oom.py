@@ -79,8 +79,13 @@ def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     if not isinstance(first, Tensor) or first.dim() == 0:
         return Layout("whole", (1,), "it has no input_ids")
-    tokens, positions = first.numel(), tensors.get("position_ids")
-    kind = "pairs" if pairs else "unpaired" if {"label", "completion_mask"} <= tensors.keys() else "rows"
+    tokens = first.numel()
+    positions = tensors.get("position_ids")
+    kind = "rows"
+    if pairs:
+        kind = "pairs"
+    elif "label" in tensors and "completion_mask" in tensors:
+        kind = "unpaired"
     if kind == "rows" and "labels" not in tensors:
         return Layout("whole", (tokens,), "it has no labels by which to weight its parts")
     if kind == "rows" and positions is not None and positions.shape == first.shape == (1, tokens):
@@ -92,7 +97,8 @@ def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
         if kind == "packed":
             fits = name in _BOUNDARIES or value.shape == (1, tokens)
         elif IN_ROW in tensors and name not in _KNOWN:
-            if (lengths := _lengths_in_units(value, tensors[IN_ROW], halves=2 if pairs else 1)) is not None:
+            lengths = _lengths_in_units(value, tensors[IN_ROW], halves=2 if pairs else 1)
+            if lengths is not None:
                 owned[name] = lengths
                 continue
             fits = False
@@ -102,7 +108,8 @@ def layout(batch: Mapping[str, Any], *, pairs: bool = False) -> Layout:
             return Layout("whole", (tokens,), f"it is not known how to split its {name}")
     if kind == "packed":
         return Layout(kind, _sizes_of_sequences(batch))
-    tokens += batch["KL_input_ids"].numel() if "KL_input_ids" in batch else 0
+    if "KL_input_ids" in batch:
+        tokens += batch["KL_input_ids"].numel()
     return Layout(kind, (tokens // units,) * units, owned=owned)
 
 
@@ -115,7 +122,8 @@ def _lengths_in_units(value: Tensor, in_row: Tensor, *, halves: int) -> tuple[in
     """
     pictures, tokens, stacks = in_row.unbind(dim=1)
     count, uneven = divmod(len(value), halves) if value.dim() else (0, 1)
-    total, placeholders = int(pictures.sum()), int(tokens.sum())
+    total = int(pictures.sum())
+    placeholders = int(tokens.sum())
     if uneven:
         return None
     if count == len(in_row) and (count != total or stacks.any()):
@@ -150,44 +158,54 @@ def _starts(positions: Tensor) -> Tensor:
 def group(sizes: Sequence[int], parts: int) -> list[range]:
     """Join units of these sizes, in order, into at most ``parts`` groups of about the same size, each unit by its
     middle."""
-    total, ends = 2 * sum(sizes), list(itertools.accumulate(sizes))
-    number = [(2 * end - size - 1) * parts // total for end, size in zip(ends, sizes, strict=True)]
-    begins = [0, *(at for at in range(1, len(sizes)) if number[at] != number[at - 1]), len(sizes)]
-    return [range(begin, end) for begin, end in itertools.pairwise(begins)]
+    total = 2 * sum(sizes)
+    ends = itertools.accumulate(sizes)
+    groups = [(2 * end - size - 1) * parts // total for end, size in zip(ends, sizes, strict=True)]
+    begins = [0]
+    for unit in range(1, len(sizes)):
+        if groups[unit] != groups[unit - 1]:
+            begins.append(unit)
+    return [range(begin, end) for begin, end in itertools.pairwise([*begins, len(sizes)])]
 
 
 def split(batch: Mapping[str, Any], divisor: int, *, labels_shifted: bool, pairs: bool = False) -> list[BatchPart]:
     """Split a batch of host tensors into at most ``divisor`` parts, which are views of it where possible."""
-    found = layout(batch, pairs=pairs)
-    groups = group(found.sizes, divisor)
+    how = layout(batch, pairs=pairs)
+    groups = group(how.sizes, divisor)
     if len(groups) == 1:
-        return [BatchPart(found, dict(batch), groups[0], sum(found.sizes), 1.0)]
-    tokens = [sum(found.sizes[number] for number in each) for each in groups]
-    if found.kind == "packed":
+        return [BatchPart(how, dict(batch), groups[0], sum(how.sizes), 1.0)]
+    tokens = [sum(how.sizes[unit] for unit in units) for units in groups]
+    if how.kind == "packed":
         ends = itertools.accumulate(tokens)
         inputs = [_sequences(batch, end - size, end) for end, size in zip(ends, tokens, strict=True)]
     else:
-        owned = found.owned
-        inputs = [
-            {
-                name: _entries(each, at, owned[name]) if name in owned else _rows(each, at, len(found.sizes))
-                for name, each in batch.items()
-            }
-            for at in groups
-        ]
-        for each in inputs:
-            if (
-                IN_ROW in each and not each[IN_ROW][:, 0].any()
-            ):  # the model is given no pixels, instead of pixels of none
-                for name in (*owned, IN_ROW):
-                    del each[name]
-    if found.kind in ("pairs", "unpaired"):
-        weights = list(map(len, groups))
+        inputs = [_units_of(batch, how, units) for units in groups]
+    if how.kind in ("pairs", "unpaired"):
+        weights = [len(units) for units in groups]
     else:
-        counts = [_labels_that_count(one, shifted=labels_shifted) for one in inputs]
-        weights = counts if any(counts) else tokens
-    shares = [weight / sum(weights) for weight in weights]
-    return [BatchPart(found, *part) for part in zip(inputs, groups, tokens, shares, strict=True)]
+        weights = [_labels_that_count(part, shifted=labels_shifted) for part in inputs]
+        if not any(weights):
+            weights = tokens
+    total = sum(weights)
+    parts = []
+    for part, units, size, weight in zip(inputs, groups, tokens, weights, strict=True):
+        parts.append(BatchPart(how, part, units, size, weight / total))
+    return parts
+
+
+def _units_of(batch: Mapping[str, Any], how: Layout, units: range) -> dict[str, Any]:
+    """Some rows or pairs of a batch, with their entries of tensors of pictures."""
+    inputs: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name in how.owned:
+            inputs[name] = _entries(value, units, how.owned[name])
+        else:
+            inputs[name] = _rows(value, units, len(how.sizes))
+    if IN_ROW in inputs and not inputs[IN_ROW][:, 0].any():
+        # the model is given no pixels, instead of pixels of none
+        for name in (*how.owned, IN_ROW):
+            del inputs[name]
+    return inputs
 
 
 def _rows(value: Any, units: range, count: int) -> Any:
@@ -199,7 +217,8 @@ def _rows(value: Any, units: range, count: int) -> Any:
 
 def _entries(value: Tensor, units: range, lengths: Sequence[int]) -> Tensor:
     """The entries of some units of a tensor of pictures, of both halves if it has twice their lengths."""
-    first, last = sum(lengths[: units.start]), sum(lengths[: units.stop])
+    first = sum(lengths[: units.start])
+    last = sum(lengths[: units.stop])
     halves = value.split(sum(lengths))
     parts = [half[first:last] for half in halves]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -214,16 +233,17 @@ def _labels_that_count(inputs: Mapping[str, Any], *, shifted: bool) -> int:
 
 def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
     """The sequences in tokens [begin, end) of a packed batch."""
-    inputs = {
-        name: value[:, begin:end] if isinstance(value, Tensor) and name in _KNOWN else value
-        for name, value in batch.items()
-    }
+    inputs = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and name in _KNOWN:
+            inputs[name] = value[:, begin:end]
     if "seq_idx" in inputs:
         inputs["seq_idx"] = inputs["seq_idx"] - inputs["seq_idx"][0, 0]
     starts = _starts(inputs["position_ids"]).nonzero().flatten()
     boundaries = torch.cat([starts, starts.new_tensor([end - begin])])
     for name in _BOUNDARIES & inputs.keys():
-        value, like = boundaries if name.startswith("cu_seq_lens") else boundaries.diff().max(), batch[name]
+        value = boundaries if name.startswith("cu_seq_lens") else boundaries.diff().max()
+        like = batch[name]
         inputs[name] = value.to(like.dtype) if isinstance(like, Tensor) else int(value)
     return inputs
 
@@ -233,10 +253,10 @@ def _sequences(batch: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]
 
 def metrics_of(trainer: OwningTrainer) -> dict[str, dict[str, list[Any]]]:
     """What TRL's trainers have recorded since the last log, by mode and name; empty for other trainers."""
-    found: dict[str, dict[str, list[Any]]] | None = upstream.read("metrics", trainer)
-    if found is None and any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+    metrics: dict[str, dict[str, list[Any]]] | None = upstream.read("metrics", trainer)
+    if metrics is None and any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
         _warn_of_metrics(metadata.version("trl"))
-    return found or {}
+    return metrics or {}
 
 
 @cache
@@ -256,9 +276,9 @@ class StepWindow:
     def __init__(self, trainer: OwningTrainer) -> None:
         self._trainer = trainer
         self.batches: list[Mapping[str, Any]] = []  # of the micro-steps so far, as host tensors
-        cards = [each for each in trainer.devices if each.type == "cuda"]
+        cards = [device for device in trainer.devices if device.type == "cuda"]
         self._random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        self._cards = [(torch.cuda.get_rng_state(each), each) for each in cards]
+        self._cards = [(torch.cuda.get_rng_state(card), card) for card in cards]
         self._metrics: dict[str, list[float]] = metrics_of(trainer).get("train", {})
         self._lengths = {name: len(values) for name, values in self._metrics.items()}
         self._tokens = self.tokens
@@ -306,7 +326,8 @@ class OutOfMemoryRecovery:
 
     def __init__(self, trainer: OwningTrainer) -> None:
         self._trainer = trainer
-        self.on, self.divisor = False, 1
+        self.on = False
+        self.divisor = 1
         self._window: StepWindow | None = None
         self._at: tuple[int, BatchPart | None] = 0, None  # the micro-step in the window, and the part of it, if known
         self.loss_factor = 1.0
@@ -348,9 +369,10 @@ class OutOfMemoryRecovery:
                     trainer.strategy.collect()
                 break
             except RuntimeError as error:  # it keeps every activation alive until this block ends
-                if (said := device_shortage(error)) is None:
+                shortage = device_shortage(error)
+                if shortage is None:
                     raise
-            self._step_down(window, said, shortages)
+            self._step_down(window, shortage, shortages)
             window.rewind(model)
             todo = list(enumerate(window.batches))
         _count_shortages(trainer, shortages, "recovered")
@@ -369,7 +391,8 @@ class OutOfMemoryRecovery:
         Random states are those of its first time, and gradients are averaged over ranks again. ``after_first`` is given
         the loss of the first micro-step while there are no gradients but its own.
         """
-        window, accelerator = self._window, self._trainer.accelerator
+        window = self._window
+        accelerator = self._trainer.accelerator
         assert window is not None
         window.rewind(model)
         losses = []
@@ -447,22 +470,36 @@ class OutOfMemoryRecovery:
             trainer.current_gradient_accumulation_steps = steps
             self.loss_factor = 1.0
 
-    def _step_down(self, window: StepWindow, said: str, shortages: list[dict[str, Any]]) -> None:
-        """Use smaller parts from now on, or end the run. Adds an incident to ``shortages``.
+    def _step_down(self, window: StepWindow, shortage: str, shortages: list[dict[str, Any]]) -> None:
+        """Use smaller parts from now on, or end the run, after a ``shortage`` in torch's words. Adds to ``shortages``.
 
         Until the memory is released it allocates none on the device.
         """
-        trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step + 1
+        trainer = self._trainer
+        args = trainer.args
+        step = trainer.state.global_step + 1
         number, part = self._at
         part = part or self._parts(window.batches[number], 1)[0]
-        rows, several = len(part.units), args.world_size > 1
-        unit = {"packed": "sequence", "pairs": "pair"}.get(part.layout.kind, "row")
-        incident = {"step": step, "stage": "memory", "kind": "out of memory", "micro_step": number + 1, "rows": rows}
-        incident |= {"tokens": part.tokens, "divisor": self.divisor, "said": said}
+        rows = len(part.units)
+        several = args.world_size > 1
+        incident = {
+            "step": step,
+            "stage": "memory",
+            "kind": "out of memory",
+            "micro_step": number + 1,
+            "rows": rows,
+            "tokens": part.tokens,
+            "divisor": self.divisor,
+            "said": shortage,
+        }
         shortages.append(incident)
         pictures = _describe_pictures(part.inputs)
-        what = f"out of memory with {rows} {unit}{'s' * (rows > 1)} ({part.tokens} tokens{pictures}) at step {step}"
-        what = f"rank {args.process_index}: {what}" if several else what
+        unit = {"packed": "sequence", "pairs": "pair"}.get(part.layout.kind, "row")
+        if rows > 1:
+            unit += "s"
+        what = f"out of memory with {rows} {unit} ({part.tokens} tokens{pictures}) at step {step}"
+        if several:
+            what = f"rank {args.process_index}: {what}"
         fewer = not several and trainer.strategy.fewer_in_flight()
         if not fewer and rows == 1:
             _count_shortages(trainer, shortages, "failed")
@@ -470,24 +507,26 @@ class OutOfMemoryRecovery:
             largest = getattr(getattr(trainer.data_collator, "pictures", None), "max_pixels", None)
             fewer_pixels = f"give fewer tokens a picture with --max_pixels (it is {largest}), "
             raise OutOfMemoryError(
-                f"{what}; {why} ({said}): {fewer_pixels if pictures else ''}lower --max_length (it is "
+                f"{what}; {why} ({shortage}): {fewer_pixels if pictures else ''}lower --max_length (it is "
                 f"{getattr(args, 'max_length', None)}), turn --gradient_checkpointing on, add --load_in_4bit, or see "
                 "what fits with `hf-rocm-tune plan`"
             )
         if not fewer:
             self.divisor *= 4 if several else 2  # with several ranks each further shortage costs a restart
         cut = f"micro-batches split into up to {self.divisor} parts (the effective batch stays the same)"
-        self._write_state(incident | {"on_rank": args.process_index} if several else None)
         if several:
+            self._write_state({**incident, "on_rank": args.process_index})
             raise OutOfMemoryError(
-                f"{what} ({said}): start the same command again, it continues from the newest checkpoint with {cut}"
+                f"{what} ({shortage}): start the same command again, it continues from the newest checkpoint with {cut}"
             )
+        self._write_state(None)
         logger.warning("%s; the step is repeated, from now on with %s", what, cut)
 
     def _write_state(self, incident: Mapping[str, Any] | None) -> None:
         """Record the divisor beside the checkpoints, so that a restart begins with it."""
         trainer = self._trainer
-        directory, size = Path(trainer.args.output_dir), trainer.args.per_device_train_batch_size
+        directory = Path(trainer.args.output_dir)
+        size = trainer.args.per_device_train_batch_size
         body = {"run_id": trainer.run_id, "batch_size": size, "divisor": self.divisor, "incident": incident}
         with suppress(OSError):  # a restart then begins with undivided micro-batches
             directory.mkdir(parents=True, exist_ok=True)
@@ -496,47 +535,54 @@ class OutOfMemoryRecovery:
 
 def _describe_pictures(inputs: Mapping[str, Any]) -> str:
     """What a message says of the pictures of a part; empty: it has none."""
-    if not isinstance(in_row := inputs.get(IN_ROW), Tensor):
+    in_row = inputs.get(IN_ROW)
+    if not isinstance(in_row, Tensor):
         return ""
     pictures, tokens, _ = in_row.sum(dim=0).tolist()
-    return f", {tokens} of them of {pictures} picture{'s' * (pictures != 1)}"
+    noun = "picture" if pictures == 1 else "pictures"
+    return f", {tokens} of them of {pictures} {noun}"
 
 
 def evaluated(trainer: OwningTrainer, evaluate: Callable[[], Any], *, on_oom: str) -> Any:
     """The result of an evaluation, repeated with half as many rows at a time while memory runs out."""
-    args, state = trainer.args, trainer.accelerator.gradient_state
-    loaders, logged = state.dataloader_references, metrics_of(trainer).get("eval", {})
+    args = trainer.args
+    state = trainer.accelerator.gradient_state
+    loaders = state.dataloader_references
+    logged = metrics_of(trainer).get("eval", {})
     shortages: list[dict[str, Any]] = []
     while True:
         try:
-            found = evaluate()
+            result = evaluate()
             _count_shortages(trainer, shortages, "recovered")
-            return found
+            return result
         except RuntimeError as error:  # the tensors it refers to are freed with this frame
-            if (said := device_shortage(error)) is None:
+            shortage = device_shortage(error)
+            if shortage is None:
                 raise
-        size, row = args.per_device_eval_batch_size, {"step": trainer.state.global_step, "stage": "memory"}
-        shortages.append({**row, "kind": "out of memory in evaluation", "rows": size, "said": said})
+        size = args.per_device_eval_batch_size
+        row = {"step": trainer.state.global_step, "stage": "memory", "kind": "out of memory in evaluation"}
+        shortages.append({**row, "rows": size, "said": shortage})
         generates = hasattr(trainer, "num_generations")  # GRPO's batches are groups of answers
         if size == 1 or args.world_size > 1 or on_oom == "stop" or generates:
             _count_shortages(trainer, shortages, "failed")
             raise OutOfMemoryError(
-                f"no memory to evaluate {size} rows at a time ({said}): give a smaller --per_device_eval_batch_size or "
-                "--eval_strategy no"
+                f"no memory to evaluate {size} rows at a time ({shortage}): give a smaller "
+                "--per_device_eval_batch_size or --eval_strategy no"
             )
         state.dataloader_references = loaders  # the interrupted loader has not left them
         (upstream.read("evaluation_loaders", trainer) or {}).clear()  # of the former size
         logged.clear()
         release_memory()
         args.per_device_eval_batch_size = size // 2
-        logger.warning("no memory to evaluate %d rows at a time (%s): %d from now on", size, said, size // 2)
+        logger.warning("no memory to evaluate %d rows at a time (%s): %d from now on", size, shortage, size // 2)
 
 
 def _count_shortages(trainer: OwningTrainer, shortages: Sequence[dict[str, Any]], outcome: str) -> None:
     report = trainer.transfer_report
-    report.count("memory", shortages=len(shortages), recovered=len(shortages) if outcome == "recovered" else 0)
-    for each in shortages:
-        report.incident({**each, "outcome": outcome})
+    recovered = len(shortages) if outcome == "recovered" else 0
+    report.count("memory", shortages=len(shortages), recovered=recovered)
+    for shortage in shortages:
+        report.incident({**shortage, "outcome": outcome})
 
 
 def read_state(trainer: OwningTrainer, *, resumed: bool) -> tuple[int, dict[str, Any] | None]:

@@ -52,18 +52,19 @@ _ADVICE = (
 
 def is_foreign(cls: type) -> bool:
     """Whether a class or one of its bases has code that is neither upstream's nor ours."""
-    return any(
-        base.__module__.partition(".")[0] not in _UPSTREAM
-        and any(callable(value) for name, value in vars(base).items() if not name.startswith("__"))
-        for base in cls.__mro__
-    )
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in _UPSTREAM:
+            continue
+        if any(callable(value) for name, value in vars(base).items() if not name.startswith("__")):
+            return True
+    return False
 
 
 @functools.cache
 def has_writer(event: str, *callbacks: type) -> bool:
     """Whether one of these callback classes has user code for this event, which may write to weights."""
     stock = getattr(TrainerCallback, event, None)
-    return any(is_foreign(each) and getattr(each, event, None) is not stock for each in callbacks)
+    return any(is_foreign(callback) and getattr(callback, event, None) is not stock for callback in callbacks)
 
 
 class SentinelCallback(TrainerCallback):
@@ -77,8 +78,12 @@ class SentinelCallback(TrainerCallback):
     def __init__(
         self, model: nn.Module, mover: Mover, *, every: int, excuse_writes: bool, references: Sequence[nn.Module]
     ) -> None:
-        self._model, self._mover, self._report, self._every = model, mover, mover.report, every
-        self._excuse_writes, self._references = excuse_writes, references
+        self._model = model
+        self._mover = mover
+        self._report = mover.report
+        self._every = every
+        self._excuse_writes = excuse_writes
+        self._references = references
         self._sentinel: FrozenSentinel | None = None
         self._trained: TrainedSentinel | None = None
         self._batches = BatchSentinel(mover.verdict_of)
@@ -93,7 +98,8 @@ class SentinelCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self._every <= 0:
             return
-        self._optimizer, self._scheduler = more.get("optimizer"), more.get("lr_scheduler")
+        self._optimizer = more.get("optimizer")
+        self._scheduler = more.get("lr_scheduler")
         arrived_with = self._mover.digest_of
         self._sentinel = FrozenSentinel(self._frozen, self._every, arrived_with, self._explain)
         changes = self._sentinel.changed_at_start
@@ -102,9 +108,9 @@ class SentinelCallback(TrainerCallback):
             self._trained = TrainedSentinel(self._optimizer, arrived_with=arrived_with, excuse_writes=excuse)
             changes = [*changes, *self._trained.begin()]
             self._follow_prompts()
-        for each in self._trained_parameters():
-            if self._mover.was_verified(each):
-                self._mover.mark_trained(each, TRAINED)
+        for parameter in self._trained_parameters():
+            if self._mover.was_verified(parameter):
+                self._mover.mark_trained(parameter, TRAINED)
         self._report_changes(changes, "between the load and the first step", state.global_step)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
@@ -119,8 +125,10 @@ class SentinelCallback(TrainerCallback):
         if self._sentinel is not None:
             self._reshard()
             self._report_changes(self._sentinel.check_slice(), f"after step {step}", step)
-            if step % self._every == 0 and (replicas := list(self._replicas())):
-                self.check_replicas(replicas, f"at step {step}")
+            if step % self._every == 0:
+                replicas = list(self._replicas())
+                if replicas:
+                    self.check_replicas(replicas, f"at step {step}")
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._sentinel is not None and self._checked_at != state.global_step:  # nothing was saved at this step
@@ -153,17 +161,20 @@ class SentinelCallback(TrainerCallback):
             self._trained.take(versions=True)
 
     def _changed_since_load(self) -> list[Change]:
-        known = [
-            (name, data, before)
-            for name, each in self._model.named_parameters()
-            if each.requires_grad and (before := self._mover.digest_of(data := storage_bytes(local(each)))) is not None
-        ]
-        now = QueuedDigests([data for _, data, _ in known]).result()
-        return [
-            Change("trained", name, "changed in memory")
-            for (name, _, before), found in zip(known, now, strict=True)
-            if found != before
-        ]
+        known = []
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            data = storage_bytes(local(parameter))
+            before = self._mover.digest_of(data)
+            if before is not None:
+                known.append((name, data, before))
+        digests = QueuedDigests([data for _, data, _ in known]).result()
+        changes = []
+        for (name, _, before), now in zip(known, digests, strict=True):
+            if now != before:
+                changes.append(Change("trained", name, "changed in memory"))
+        return changes
 
     def take(self, event: str = "") -> None:
         """Record the trained state, which has been changed on purpose, as right; what a callback has written at an
@@ -191,9 +202,9 @@ class SentinelCallback(TrainerCallback):
     def _adopt_prompts(self) -> None:
         assert self._trained is not None
         self._trained.take()
-        for each in self._trained_parameters():
-            if self._mover.provenance(each) is None:
-                self._mover.mark_trained(each, TRAINED)
+        for parameter in self._trained_parameters():
+            if self._mover.provenance(parameter) is None:
+                self._mover.mark_trained(parameter, TRAINED)
 
     def use_batch(self, batch: Any) -> None:
         """A verified batch is used from now on."""
@@ -233,7 +244,8 @@ class SentinelCallback(TrainerCallback):
         if self._sentinel is None:
             return
         changes = self._sentinel.collect(wait=True)
-        changes += self._trained.collect() if self._trained is not None else []
+        if self._trained is not None:
+            changes += self._trained.collect()
         changes += self._batches.collect()
         if not self._excuse_writes and self._differ(self._rates):
             changes.append(_RATES)
@@ -284,45 +296,59 @@ class SentinelCallback(TrainerCallback):
 
     def _frozen(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
         counted = {name for name, _ in running_statistics(self._model)}
-        found = findable_tensors_of(self._model)
-        yield from (each for each in found if not each[1].requires_grad and each[0] not in counted)
+        for name, tensor, find in findable_tensors_of(self._model):
+            if not tensor.requires_grad and name not in counted:
+                yield name, tensor, find
         for number, model in enumerate(self._references):
-            yield from ((f"reference {number}: {each[0]}", *each[1:]) for each in findable_tensors_of(model))
+            for name, tensor, find in findable_tensors_of(model):
+                yield f"reference {number}: {name}", tensor, find
 
     def _replicas(self) -> Iterator[tuple[str, Tensor]]:
         """Trained tensors that every rank holds completely."""
         if not is_sharded(self._model):
-            return ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)
-        shards = ((name, each) for name, each in self._model.named_parameters() if isinstance(each, DTensor))
-        return ((name, local(each)) for name, each in shards if each.requires_grad and cut_of(each) is None)
+            yield from ((name, tensor) for name, tensor in tensors_of(self._model) if tensor.requires_grad)
+            return
+        for name, parameter in self._model.named_parameters():
+            if isinstance(parameter, DTensor) and parameter.requires_grad and cut_of(parameter) is None:
+                yield name, local(parameter)
 
     def _trained_parameters(self) -> Iterator[Tensor]:
-        groups = self._optimizer.param_groups if self._optimizer is not None else ()
-        return (local(each) for group in groups for each in group["params"])
+        if self._optimizer is None:
+            return
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                yield local(parameter)
 
     def _explain(self, name: str, tensor: Tensor, same: bool) -> str | None:
         """The reason why a frozen tensor may differ, or None; with a reason it is marked derived and reported once."""
-        if same:
-            reason = "equal to the tensor that it replaces"
-        elif self._mover.digest_of(data := storage_bytes(tensor)) == digest(data):
-            reason = self._mover.reason(tensor) or "came through the mover"
-        elif any(each is tensor for each in self._trained_parameters()):
-            reason = "was trained until now"
-        elif is_recomputed(*self._owner(name), tensor, self._mover):
-            reason = RECOMPUTED
-        else:
-            return None
+        reason = "equal to the tensor that it replaces"
+        if not same:
+            known = self._known_reason(name, tensor)
+            if known is None:
+                return None
+            reason = known
         self._mover.mark_derived(tensor, reason)
         if (name, reason) not in self._explained:
             self._explained.add((name, reason))
             self._report.rebaselined(name, reason, self._mover.step)
         return reason
 
+    def _known_reason(self, name: str, tensor: Tensor) -> str | None:
+        data = storage_bytes(tensor)
+        if self._mover.digest_of(data) == digest(data):
+            return self._mover.reason(tensor) or "came through the mover"
+        if any(parameter is tensor for parameter in self._trained_parameters()):
+            return "was trained until now"
+        if is_recomputed(*self._owner(name), tensor, self._mover):
+            return RECOMPUTED
+        return None
+
     def _read_rates(self) -> list[dict[str, Any]]:
         """What the optimizer computes the next update with besides tensors, and the scheduler's state; copies."""
-        return [
-            {key: copy.copy(each) for key, each in values.items() if _is_plain(each)} for values in self._live_rates()
-        ]
+        rates = []
+        for values in self._live_rates():
+            rates.append({key: copy.copy(value) for key, value in values.items() if _is_plain(value)})
+        return rates
 
     def _live_rates(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups if self._optimizer is not None else ()
@@ -332,12 +358,16 @@ class SentinelCallback(TrainerCallback):
     def _differ(self, rates: list[dict[str, Any]]) -> bool:
         """Whether the rates are others than those that were read; compared where they are, without another copy."""
         live = self._live_rates()
-        return len(live) != len(rates) or any(
-            not known.keys() <= values.keys()
-            or any(values[key] is not each and values[key] != each for key, each in known.items())
-            or any(_is_plain(each) for key, each in values.items() if key not in known)
-            for values, known in zip(live, rates, strict=True)
-        )
+        if len(live) != len(rates):
+            return True
+        for values, known in zip(live, rates, strict=True):
+            if not known.keys() <= values.keys():
+                return True
+            if any(values[key] is not value and values[key] != value for key, value in known.items()):
+                return True
+            if any(_is_plain(value) for key, value in values.items() if key not in known):
+                return True
+        return False
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         reference, _, inside = name.rpartition(": ")
@@ -347,20 +377,22 @@ class SentinelCallback(TrainerCallback):
 
     def _report_changes(self, changes: Sequence[Change], when: str, step: int) -> None:
         assert self._sentinel is not None
-        wrong, frozen, trained = Counter(each.stage for each in changes), self._sentinel, self._trained
+        wrong = Counter(change.stage for change in changes)
+        frozen = self._sentinel
+        trained = self._trained
         self._report.watched("frozen", passes=frozen.passes, tensors=frozen.tensors, new_mismatches=wrong["frozen"])
         if trained is not None:
             state = {"checks": trained.checks, "rewritten": trained.rewritten}
             self._report.watched("trained", **state, new_mismatches=wrong["trained"])
         if not changes:
             return
-        for each in changes:
-            row = {"step": step, "stage": each.stage, "tensor": each.name, "kind": each.kind, "outcome": "stopped"}
-            self._report.incident(row)
+        for change in changes:
+            row = {"step": step, "stage": change.stage, "tensor": change.name, "kind": change.kind}
+            self._report.incident({**row, "outcome": "stopped"})
         self._report.add("batches", mismatches=wrong["batches"])
         what = _WHAT[changes[0].stage]
-        said = _SAID.get(changes[0].kind, changes[0].kind)
-        raise MemoryFaultError(f"{what} {said} ({when}): {listed([each.name for each in changes])}", _ADVICE)
+        how = _SAID.get(changes[0].kind, changes[0].kind)
+        raise MemoryFaultError(f"{what} {how} ({when}): {listed([change.name for change in changes])}", _ADVICE)
 
 
 def _is_plain(value: Any) -> bool:

@@ -62,9 +62,14 @@ Reading = tuple[dict[str, float], dict[str, str]]
 def sample(files: Files, address: str) -> Reading:
     """Read the sensors of the card at a PCI address, ``domain:bus:device.function``."""
     sensors = read_sensors(files, address)
-    read = {name: (getattr(sensors, one), factor) for name, (one, factor) in _METRICS.items()}
-    metrics = {name: value * factor for name, (value, factor) in read.items() if value is not None}
-    missing = {name: sensors.missing[one] for name, (one, _) in _METRICS.items() if name not in metrics}
+    metrics: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for name, (sensor, factor) in _METRICS.items():
+        value = getattr(sensors, sensor)
+        if value is None:
+            missing[name] = sensors.missing[sensor]
+        else:
+            metrics[name] = value * factor
     if sensors.throttle is None:
         missing["limits"] = sensors.missing["throttle"]
     else:
@@ -78,18 +83,21 @@ def card_of(device: torch.device) -> tuple[str | None, str]:
         return None, f"training on {device.type}: there are no sensors to read"
     if torch.version.hip is None:
         return None, "not an AMD card: its sensors are not read, only torch's own memory"
-    address = pci_address(torch.cuda.current_device() if device.index is None else device.index)
-    return address, "" if address else "this torch does not report the PCI address of its devices"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    address = pci_address(index)
+    if not address:
+        return address, "this torch does not report the PCI address of its devices"
+    return address, ""
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
     """Name, memory and architecture of the device as reported by torch; for the CPU its name and thread count."""
     if device.type == "cpu":
         return {"type": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    found = torch.cuda.get_device_properties(device)
-    arch = getattr(found, "gcnArchName", None) or f"sm_{found.major}{found.minor}"
+    properties = torch.cuda.get_device_properties(device)
+    arch = getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
     kind = "hip" if torch.version.hip else "cuda"
-    return {"type": kind, "name": found.name, "memory_bytes": found.total_memory, "arch": arch}
+    return {"type": kind, "name": properties.name, "memory_bytes": properties.total_memory, "arch": arch}
 
 
 class _Series(NamedTuple):
@@ -113,14 +121,19 @@ class Telemetry:
         *,
         source: str,
         every_s: float,
-        tell: Callable[[str], None],
+        say: Callable[[str], None],
         device: torch.device | None = None,
     ) -> None:
-        self._read, self._source, self._every_s, self._tell, self._device = read, source, every_s, tell, device
+        self._read = read
+        self._source = source
+        self._every_s = every_s
+        self._say = say
+        self._device = device
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # over all below
-        self._seconds, self._samples = 0.0, 0
+        self._seconds = 0.0
+        self._samples = 0
         self._run: dict[str, _Series] = {}
         self._recent: dict[str, _Series] = {}
         self._missing: dict[str, str] = {}
@@ -150,46 +163,51 @@ class Telemetry:
         began = time.perf_counter()
         metrics, missing = self._read()
         with self._lock:
-            self._samples, self._missing = self._samples + 1, missing
+            self._samples += 1
+            self._missing = missing
             for series in (self._run, self._recent):
                 for name, value in metrics.items():
-                    one = series.get(name, _Series())
-                    series[name] = _Series(one.number + 1, one.total + value, max(one.greatest, value))
+                    so_far = series.get(name, _Series())
+                    series[name] = _Series(so_far.number + 1, so_far.total + value, max(so_far.greatest, value))
             self._seconds += time.perf_counter() - began
         for name in tuple(self._left_to_say):
-            if metrics.get(name, 0.0) >= (HOTSPOT_C if name == "hotspot_c" else 1.0):
-                self._tell(self._left_to_say.pop(name).format(source=self._source, **metrics))
+            limit = HOTSPOT_C if name == "hotspot_c" else 1.0
+            if metrics.get(name, 0.0) >= limit:
+                self._say(self._left_to_say.pop(name).format(source=self._source, **metrics))
 
     def since_last_log(self) -> dict[str, float]:
         """Metrics by name for a training log: means since the last one, and the highest hotspot."""
         with self._lock:
-            recent, self._recent = self._recent, {}
-        found = {f"gpu/{name}": one.mean for name, one in recent.items()}
+            recent = self._recent
+            self._recent = {}
+        metrics = {f"gpu/{name}": series.mean for name, series in recent.items()}
         if "hotspot_c" in recent:
-            found["gpu/hotspot_max_c"] = round(recent["hotspot_c"].greatest, 3)
-        return found
+            metrics["gpu/hotspot_max_c"] = round(recent["hotspot_c"].greatest, 3)
+        return metrics
 
     def summary(self) -> dict[str, Any]:
         """For the report; ``seconds``: time of all readings together; of torch's allocator the peaks, in GiB."""
         with self._lock:
-            found: dict[str, Any] = {"source": self._source, "looks": self._samples, "seconds": round(self._seconds, 4)}
-            found |= {name: {"mean": one.mean, "max": round(one.greatest, 3)} for name, one in self._run.items()}
-            if missing := {name: why for name, why in self._missing.items() if name not in self._run}:
-                found["missing"] = missing
+            row: dict[str, Any] = {"source": self._source, "looks": self._samples, "seconds": round(self._seconds, 4)}
+            for name, series in self._run.items():
+                row[name] = {"mean": series.mean, "max": round(series.greatest, 3)}
+            missing = {name: why for name, why in self._missing.items() if name not in self._run}
+            if missing:
+                row["missing"] = missing
         if self._device is not None and self._device.type == "cuda":
             stats = torch.cuda.memory_stats(self._device)  # empty before the first allocation
             for what in ("allocated", "reserved"):
-                found[f"torch_peak_{what}_gib"] = round(stats.get(f"{what}_bytes.all.peak", 0) / _GIB, 3)
-        return found
+                row[f"torch_peak_{what}_gib"] = round(stats.get(f"{what}_bytes.all.peak", 0) / _GIB, 3)
+        return row
 
 
-def of_device(device: torch.device, *, every_s: float, tell: Callable[[str], None]) -> Telemetry:
+def of_device(device: torch.device, *, every_s: float, say: Callable[[str], None]) -> Telemetry:
     """Telemetry of the card that is trained on, found by its PCI address."""
     address, reason = card_of(device)
     files = Files()
     read = None if address is None else lambda: sample(files, address)
     source = reason if address is None else f"amdgpu, {address}"
-    return Telemetry(read, source=source, every_s=every_s, tell=tell, device=device)
+    return Telemetry(read, source=source, every_s=every_s, say=say, device=device)
 
 
 # ---- logs ---------------------------------------------------------------------------------------------------
@@ -197,11 +215,20 @@ def of_device(device: torch.device, *, every_s: float, tell: Callable[[str], Non
 
 def integrity_counters(report: Mapping[str, Any]) -> dict[str, float]:
     """The three ``integrity/`` metrics, from `TransferReport.to_dict`."""
-    sections = [section for section in report.values() if isinstance(section, Mapping)]
+    verified_bytes = 0
+    mismatches = 0
+    recovered = 0
+    for section in report.values():
+        if not isinstance(section, Mapping):
+            continue
+        verified_bytes += section.get("verified_bytes", 0)
+        if "mismatches" in section:
+            mismatches += section["mismatches"]
+            recovered += section.get("recovered", 0)
     return {
-        "integrity/verified_gb": round(sum(one.get("verified_bytes", 0) for one in sections) / 1e9, 6),
-        "integrity/mismatches": sum(one["mismatches"] for one in sections if "mismatches" in one),
-        "integrity/recovered": sum(one["recovered"] for one in sections if "mismatches" in one and "recovered" in one),
+        "integrity/verified_gb": round(verified_bytes / 1e9, 6),
+        "integrity/mismatches": mismatches,
+        "integrity/recovered": recovered,
     }
 
 
@@ -213,13 +240,18 @@ class MetricsCallback(TrainerCallback):
     """
 
     def __init__(self, report: TransferReport, telemetry: Telemetry | None = None) -> None:
-        self._report, self._telemetry = report, telemetry
-        self._seconds, self._steps, self._tokens = 0.0, 0, 0.0
+        self._report = report
+        self._telemetry = telemetry
+        self._seconds = 0.0
+        self._steps = 0
+        self._tokens = 0.0
         self._began = 0.0
         self._ended: float | None = None  # of the last step, if nothing but fetching batches came after it
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._seconds, self._steps, self._ended = 0.0, 0, None
+        self._seconds = 0.0
+        self._steps = 0
+        self._ended = None
         if self._telemetry is not None:
             self._telemetry.start()
 
@@ -244,22 +276,28 @@ class MetricsCallback(TrainerCallback):
         """Adds to training logs only: an evaluation at the same step would repeat them."""
         if logs is None or "loss" not in logs:
             return
-        found = {**integrity_counters(self._report.to_dict()), **self._pace(logs.get("num_tokens"))}
+        metrics = {**integrity_counters(self._report.to_dict()), **self._pace(logs.get("num_tokens"))}
         if args.device.type == "cuda":
-            found |= read(args.device).for_log()
+            metrics |= read(args.device).for_log()
         if self._telemetry is not None:
-            found |= self._telemetry.since_last_log()
-        logs.update(found)
-        state.log_history[-1].update(found)  # the trainer has entered a copy there
+            metrics |= self._telemetry.since_last_log()
+        logs.update(metrics)
+        state.log_history[-1].update(metrics)  # the trainer has entered a copy there
 
     def _pace(self, tokens: float | None) -> dict[str, float]:
         """Speed since the last log; empty if no complete step was timed."""
-        seconds, steps, new = self._seconds, self._steps, 0.0 if tokens is None else tokens - self._tokens
-        self._seconds, self._steps, self._tokens = 0.0, 0, tokens or 0.0
+        seconds = self._seconds
+        steps = self._steps
+        new_tokens = 0.0 if tokens is None else tokens - self._tokens
+        self._seconds = 0.0
+        self._steps = 0
+        self._tokens = tokens or 0.0
         if not steps or seconds <= 0:
             return {}
-        rate = {"speed/tokens_per_second": round(new / seconds, 3)} if new > 0 else {}
-        return {"speed/seconds_per_step": round(seconds / steps, 6), **rate}
+        speed = {"speed/seconds_per_step": round(seconds / steps, 6)}
+        if new_tokens > 0:
+            speed["speed/tokens_per_second"] = round(new_tokens / seconds, 3)
+        return speed
 
 
 # ---- the terminal -------------------------------------------------------------------------------------------
@@ -302,15 +340,16 @@ _SHOWN_OF_EVALUATIONS = ("loss", "accuracy", "accuracies", "margins", "reward")
 def show(trainer: Trainer) -> None:
     """Replace transformers' progress and printer callbacks by ours, which on rank 0 show the log unless it is quiet."""
     stock = (ProgressCallback.__name__, PrinterCallback.__name__, "NotebookProgressCallback")
-    theirs = [each for each in trainer.callback_handler.callbacks if type(each).__name__ in stock]
-    for each in theirs:
-        trainer.remove_callback(each)
+    theirs = [callback for callback in trainer.callback_handler.callbacks if type(callback).__name__ in stock]
+    for callback in theirs:
+        trainer.remove_callback(callback)
     if not theirs or not trainer.is_world_process_zero() or is_quiet():
         return
     memory = describe_device(trainer.args.device).get("memory_bytes")
+    memory_gib = memory / _GIB if memory else None
     live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not trainer.args.disable_tqdm
     of_kind = NotebookCallback if type(theirs[0]).__name__ == stock[2] else TerminalCallback
-    trainer.add_callback(of_kind(live=live, memory_gib=memory / _GIB if memory else None))
+    trainer.add_callback(of_kind(live=live, memory_gib=memory_gib))
 
 
 def is_quiet() -> bool:
@@ -346,9 +385,11 @@ class TerminalCallback(ProgressCallback):
 
     def __init__(self, *, live: bool, memory_gib: float | None) -> None:
         super().__init__()
-        self._live, self._memory_gib = live, memory_gib
+        self._live = live
+        self._memory_gib = memory_gib
         self._columns: list[_Column] = []
-        self._width = self._rows_shown = 0  # of the terminal at the last titles, and since them
+        self._width = 0  # of the terminal at the last titles
+        self._rows_shown = 0  # since them
         self._bar_columns = 0  # of the terminal when the bar was drawn
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
@@ -373,7 +414,8 @@ class TerminalCallback(ProgressCallback):
 
     def _remove_wrapped(self) -> None:
         """A terminal that became narrower has broken the bar into lines, of which a new one would replace the last."""
-        before, self._bar_columns = self._bar_columns, shutil.get_terminal_size().columns
+        before = self._bar_columns
+        self._bar_columns = shutil.get_terminal_size().columns
         if self.training_bar is not None and before > self._bar_columns:
             self.training_bar.fp.write(f"\x1b[{(before - 1) // self._bar_columns}A\r\x1b[J")
             for bar in filter(None, (self.training_bar, self.prediction_bar)):
@@ -392,15 +434,18 @@ class TerminalCallback(ProgressCallback):
             self.training_bar.set_postfix_str(self._figures(logs), refresh=False)
         size = _screen()
         if size.columns != self._width or self._rows_shown >= size.lines - 3:
-            self._width, self._rows_shown = size.columns, 0
+            self._width = size.columns
+            self._rows_shown = 0
             self._columns = self._chosen(logs, first)
-            self._put(["step", *(each.title for each in self._columns)], first)
-        self._put([step, *(self._cell(logs, each) for each in self._columns)], first)
+            self._put(["step", *(column.title for column in self._columns)], first)
+        self._put([step, *(self._cell(logs, column) for column in self._columns)], first)
 
     def _put(self, cells: list[str], first: int) -> None:
         """Show a row: the titles, figures below them, or a step and a sentence."""
         self._rows_shown += 1
-        widths = [first, *(each.width for each in self._columns)] if len(cells) > 2 else [first, 0]
+        widths = [first, 0]
+        if len(cells) > 2:
+            widths = [first, *(column.width for column in self._columns)]
         row = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         row = textwrap.fill(row, _screen().columns, subsequent_indent=" " * (first + 2), break_long_words=False)
         tqdm.write(row, file=sys.stdout)
@@ -408,24 +453,33 @@ class TerminalCallback(ProgressCallback):
 
     def _chosen(self, logs: Mapping[str, Any], first: int) -> list[_Column]:
         """The columns for which this log has values, as many as fit the terminal."""
-        found = [each for each in _COLUMNS if _first(logs, each.keys) is not None]
-        while first + sum(each.width + 2 for each in found) >= self._width and len(found) > 1:
-            found.remove(min(found, key=lambda each: each.first_to_drop))
-        return found
+        columns = [column for column in _COLUMNS if _first(logs, column.keys) is not None]
+        while first + sum(column.width + 2 for column in columns) >= self._width and len(columns) > 1:
+            columns.remove(min(columns, key=lambda column: column.first_to_drop))
+        return columns
 
     def _cell(self, logs: Mapping[str, Any], column: _Column) -> str:
-        if (value := _first(logs, column.keys)) is None:
+        value = _first(logs, column.keys)
+        if value is None:
             return ""
         text = column.text(value)
-        return f"{text}/{self._memory_gib:.1f}" if column.keys is _MEMORY and self._memory_gib else text
+        if column.keys is _MEMORY and self._memory_gib:
+            text += f"/{self._memory_gib:.1f}"
+        return text
 
     def _figures(self, logs: Mapping[str, Any]) -> str:
         """The figures of the bar, the most important first: as many as leave room for the bar itself."""
-        columns = sorted((each for each in _COLUMNS if each.on_bar), key=lambda each: each.on_bar)
-        cells = [(each.title, self._cell(logs, each)) for each in columns]
-        text = " · ".join(f"{title} {cell}" for title, cell in cells if cell)
+        columns = [column for column in _COLUMNS if column.on_bar]
+        figures = []
+        for column in sorted(columns, key=lambda column: column.on_bar):
+            cell = self._cell(logs, column)
+            if cell:
+                figures.append(f"{column.title} {cell}")
+        text = " · ".join(figures)
         room = max(shutil.get_terminal_size().columns - _BAR_COLUMNS, 12)
-        return text if len(text) <= room else text[: room + 3].rpartition(" · ")[0]
+        if len(text) > room:
+            text = text[: room + 3].rpartition(" · ")[0]
+        return text
 
 
 class NotebookCallback(TerminalCallback):
@@ -439,17 +493,22 @@ class NotebookCallback(TerminalCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """A table in the cell that trains."""
-        self._table, self._drawn, self._width = [], None, 0
+        self._table = []
+        self._drawn = None
+        self._width = 0
 
     def _put(self, cells: list[str], first: int) -> None:
         from IPython.display import HTML, display
 
         self._rows_shown += 1
-        tag, wide = ("th" if cells[0] == "step" else "td"), ""
+        tag = "th" if cells[0] == "step" else "td"
+        attributes = ""
         if len(cells) < 3:  # a sentence
-            wide = f' colspan="{max(len(self._columns), 1)}" style="text-align: left"'
-        step, *others = (escape(cell) for cell in cells)
-        row = f"<{tag}>{step}</{tag}>{''.join(f'<{tag}{wide}>{each}</{tag}>' for each in others)}"
+            attributes = f' colspan="{max(len(self._columns), 1)}" style="text-align: left"'
+        step, *others = cells
+        row = f"<{tag}>{escape(step)}</{tag}>"
+        for cell in others:
+            row += f"<{tag}{attributes}>{escape(cell)}</{tag}>"
         self._table.append(f"<tr>{row}</tr>")
         self._drawn = self._drawn or display(HTML(""), display_id=True)
         self._drawn.update(HTML(f"<table>{''.join(self._table)}</table>"))
@@ -469,12 +528,19 @@ def _sentence(logs: Mapping[str, Any]) -> str:
     if "train_runtime" in logs:
         loss = f", mean loss {logs['train_loss']:.4f}" if "train_loss" in logs else ""
         return f"trained: {logs['train_runtime']:.1f} s{loss}"
-    evaluation = any(key.startswith("eval_") for key in logs)
-    shown = {
-        key.removeprefix("eval_").replace("_", " "): value
-        for key, value in logs.items()
-        if not evaluation or (key.startswith("eval_") and key.endswith(_SHOWN_OF_EVALUATIONS))
-    }
-    parts = [f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in shown.items()]
-    parts += [f"{logs['eval_runtime']:.1f} s"] if "eval_runtime" in logs else []
-    return f"{'evaluation: ' if evaluation else ''}{', '.join(parts)}"
+    is_evaluation = any(key.startswith("eval_") for key in logs)
+    shown: dict[str, Any] = {}
+    for key, value in logs.items():
+        if not is_evaluation or (key.startswith("eval_") and key.endswith(_SHOWN_OF_EVALUATIONS)):
+            shown[key.removeprefix("eval_").replace("_", " ")] = value
+    parts = []
+    for name, value in shown.items():
+        if isinstance(value, float):
+            value = f"{value:.4g}"
+        parts.append(f"{name} {value}")
+    if "eval_runtime" in logs:
+        parts.append(f"{logs['eval_runtime']:.1f} s")
+    text = ", ".join(parts)
+    if is_evaluation:
+        text = f"evaluation: {text}"
+    return text

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -162,19 +162,22 @@ class VerifiedTransferMixin(_Base):
         upstream.check_all()
         upstream.check_overrides(type(self))
         step_faults = StepFaultSpec.from_environment()
-        args = keywords.get("args", next((each for each in arguments if isinstance(each, TrainingArguments)), None))
+        positional = next((argument for argument in arguments if isinstance(argument, TrainingArguments)), None)
+        args = keywords.get("args", positional)
         self.mover = mover or new_mover(args, transfer_settings)
         self.transfer_report: TransferReport = self.mover.report
         self.settings = settings = with_keywords(settings or TrainerSettings(), keywords)
         self._services = services = with_keywords(services or JobServices(), keywords)
-        self.run_id, self.skip_steps = settings.run_id, frozenset(settings.skip_steps)
+        self.run_id = settings.run_id
+        self.skip_steps = frozenset(settings.skip_steps)
         self.stop_requests = StopRequests()
         self.strategy = strategy or strategy_of(args, self.mover)
         self.recompute_layers = settings.recompute_layers
         self.loss_context = self._fit_upstream(args, settings.one_pass_loss)
         self._checkpoints = Checkpoints(self, services.publisher)
         self._result_writer = services.write_result or partial(write_report, self)
-        self._crashes, self._heartbeat = Crashes(), Heartbeat(listener=services.listener)
+        self._crashes = Crashes()
+        self._heartbeat = Heartbeat(listener=services.listener)
         self._guard = TrainingGuard(self, max_skipped=settings.max_skipped_steps)
         checks_arithmetic = settings.check_arithmetic != "off"
         self._arithmetic = ArithmeticChecks(settings.check_arithmetic, self.mover)
@@ -195,10 +198,9 @@ class VerifiedTransferMixin(_Base):
         own = own_arguments(args)
         if "args" in keywords:
             keywords["args"] = own
-        arguments = tuple(own if each is args else each for each in arguments)
+        arguments = tuple(own if argument is args else argument for argument in arguments)
         given = keywords.get("model", next(iter(arguments), None))
-        handed_over = [each for value in keywords.values() for each in (value if isinstance(value, list) else [value])]
-        self._handed_over = [each for each in handed_over if isinstance(each, torch.nn.Module)]
+        self._handed_over = _modules_in(keywords.values())
         before = self._digests_before(given, keywords.get("peft_config"))
         with self._loading(given):
             super().__init__(*arguments, **keywords)
@@ -218,9 +220,9 @@ class VerifiedTransferMixin(_Base):
             mark_computed_in_load(self.model, self.mover)
         if before and settings.plain_lora:
             self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))
-        if (streamer := streamer_of(self.model)) is not None:
-            streamer.require_frozen()
-        self.streamer = streamer
+        self.streamer = streamer_of(self.model)
+        if self.streamer is not None:
+            self.streamer.require_frozen()
         references = [] if getattr(self.args, "sync_ref_model", False) else self._references
         excuse = is_foreign(type(self))
         self._sentinel = SentinelCallback(
@@ -243,10 +245,12 @@ class VerifiedTransferMixin(_Base):
     @contextmanager
     def _loading(self, model: Any) -> Iterator[None]:
         """Around the trainer's own loading, of a model that is given by name, and the making of an adapter."""
-        by_name, report = isinstance(model, str), LoadReport(self.mover)
+        by_name = isinstance(model, str)
+        stage = "weights" if by_name else "adapter"
+        report = LoadReport(self.mover)
         with (
             packed_experts(self.mover, nf4=by_name, report=report),
-            self.mover.copies_as("weights" if by_name else "adapter"),
+            self.mover.copies_as(stage),
             report.reading() if by_name else nullcontext(),
         ):
             yield
@@ -305,7 +309,7 @@ class VerifiedTransferMixin(_Base):
         if evaluation_mode:
             device_placement = False  # GRPO asks for its reward models to be moved; they are placed below
         if evaluation_mode and not any(plain is known for known in (self.model, *self._references)):
-            if not any(plain is each for each in self._handed_over):
+            if not any(plain is module for module in self._handed_over):
                 record_file_digests(plain, (), self.mover)
             attest(model, self.mover)
             place(model, self.mover)
@@ -350,14 +354,16 @@ class VerifiedTransferMixin(_Base):
     def _begin_training(self) -> None:
         """Model, optimizer and scheduler are made: load their states, and watch them from here on."""
         self._watches_training = True
-        resumed, step, max_steps = self._checkpoints.resumed, self.state.global_step, self.state.max_steps
+        resumed = self._checkpoints.resumed
+        step = self.state.global_step
+        max_steps = self.state.max_steps
         if resumed is not None:
             self._checkpoints.load_states(resumed, "optimizer", "scheduler", "scaler")
         self.strategy.start(self.model_wrapped, self.optimizer, self._sentinel.check_replicas, max_steps=max_steps)
         self._metrics_queue.logged_at(step)
         self._replays.prepare()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        own = is_foreign(type(self)) or any(is_foreign(type(each)) for each in self.callback_handler.callbacks)
+        own = is_foreign(type(self)) or any(is_foreign(type(callback)) for callback in self.callback_handler.callbacks)
         schedule = Schedule(self.lr_scheduler, self.optimizer, self.args, max_steps, excused=own)
         self._updates.watch(self.optimizer, names, schedule)
         self._updates.watch_scaler(self.accelerator.scaler if self.accelerator.mixed_precision == "fp16" else None)
@@ -444,11 +450,11 @@ class VerifiedTransferMixin(_Base):
             return torch.zeros((), device=self.args.device)
         self._crashes.crash_if_due(step, directory=Path(self.args.output_dir), run_id=self.run_id)
         stock: Stock = self._verified_step
-        whole = self._recovery.divisor == 1
-        if whole and (stepping := self.strategy.stepping(stock)) is not stock:
-            stock = stepping
-        elif whole:
-            self._replays.rehearse(stock, model, inputs, num_items_in_batch)
+        if self._recovery.divisor == 1:  # no micro-batch is split
+            of_strategy = self.strategy.stepping(stock)
+            if of_strategy is stock:
+                self._replays.rehearse(stock, model, inputs, num_items_in_batch)
+            stock = of_strategy
         with self._replays.watching_attention(inputs):
             if not isinstance(inputs, Mapping):  # prompts from which the trainer generates its batch: cannot be split
                 loss: Tensor = stock(model, inputs, num_items_in_batch)
@@ -472,7 +478,7 @@ class VerifiedTransferMixin(_Base):
         """The last check: every tensor is verified before ``forward`` sees it. Returns the inputs on the device."""
         self.mover.step = self.state.global_step + 1
         self.mover.wait_verified(inputs)
-        unknown = {name: each for name, each in named_tensors(inputs) if self.mover.provenance(each) is None}
+        unknown = {name: tensor for name, tensor in named_tensors(inputs) if self.mover.provenance(tensor) is None}
         outside = [name for name, tensor in unknown.items() if tensor.device.type != "cpu"]
         if outside and self.mover.settings.verify == "full":
             raise CorruptionError(
@@ -486,7 +492,7 @@ class VerifiedTransferMixin(_Base):
         if not isinstance(inputs, Mapping):  # prompts
             return inputs
         if IN_ROW in inputs:  # not the model's
-            kept = {name: each for name, each in inputs.items() if name != IN_ROW}
+            kept = {name: value for name, value in inputs.items() if name != IN_ROW}
             inputs = type(inputs)(kept)  # type: ignore[call-arg]  # as transformers does
         self._sentinel.use_batch(inputs)
         return inputs
@@ -533,7 +539,8 @@ class VerifiedTransferMixin(_Base):
     def _check_step(self) -> None:
         """The last function before the optimizer: the trained state is checked, and the step is judged."""
         model = self.model_wrapped
-        norm, self._norm = self._norm, None
+        norm = self._norm
+        self._norm = None
         if norm is None:  # upstream has its own clipping for tensors that are sharded in different ways
             norm = _norm_of(model, self.args.device)
         self._sentinel.queue_check()
@@ -564,9 +571,9 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.queue_batch_check()
         self.strategy.check(step=self.state.global_step + 1, synced=True)
         self._tr_loss = self._loss_before.clone()
-        for one in losses:
-            self._guard.add_loss(one)
-            self._tr_loss += self._metrics_queue.loss_to_log(one)
+        for micro_loss in losses:
+            self._guard.add_loss(micro_loss)
+            self._tr_loss += self._metrics_queue.loss_to_log(micro_loss)
         norm = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or math.inf)
         self._norm = None
         return norm
@@ -668,15 +675,16 @@ class VerifiedTransferMixin(_Base):
         Raises:
             UsageError: names what is not covered.
         """
-        if (missing := self._not_covered()) is not None:
+        missing = self._not_covered()
+        if missing is not None:
             raise UsageError(missing)
 
     def weight_coverage(self) -> Coverage:
         """The share of the models' bytes on their devices that is verified, and what is moved outside the mover."""
-        found = coverage(self.model, self.mover)
+        covered = coverage(self.model, self.mover)
         for model in self._references:
-            found += coverage(model, self.mover)
-        return with_offloads(found, self.args, deepspeed=self.is_deepspeed_enabled)
+            covered += coverage(model, self.mover)
+        return with_offloads(covered, self.args, deepspeed=self.is_deepspeed_enabled)
 
     def beat(self, phase: Phase) -> None:
         """Send one heartbeat to the watchdog, and to the supervisor if there is one."""
@@ -728,10 +736,15 @@ class VerifiedTransferMixin(_Base):
 
         Optimizer state is named after its parameter, which tells a split model its card.
         """
-        if found := re.match(r"optimizer\.state\.(\d+)\.(.*)", name):
-            names = {id(parameter): each for each, parameter in self.model.named_parameters()}
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            name = f"{names.get(id(parameters[int(found[1])]), found[1])}/{found[2]}"
+        match = re.match(r"optimizer\.state\.(\d+)\.(.*)", name)
+        if match:
+            number, value = match.groups()
+            parameters: list[Any] = []
+            for group in self.optimizer.param_groups:
+                parameters += group["params"]
+            names = {id(parameter): own_name for own_name, parameter in self.model.named_parameters()}
+            owner = names.get(id(parameters[int(number)]), number)
+            name = f"{owner}/{value}"
         return self.mover.move(tensor, name=name, stage=stage)
 
     def before_save(self) -> None:
@@ -744,7 +757,8 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.check_all(self.state.global_step)
         if self.streamer is not None:
             self.streamer.check()
-        if (missing := self._not_covered()) is not None:
+        missing = self._not_covered()
+        if missing is not None:
             raise CorruptionError(f"since the start of the training {missing}")
 
     def before_manifest(self, directory: Path) -> None:
@@ -803,8 +817,10 @@ class VerifiedTransferMixin(_Base):
     def _own_rows(self, data: Any) -> Any:
         """As ``Accelerator.gather_for_metrics`` with a single process: padding rows of the last batch are dropped."""
         state = self.accelerator.gradient_state
-        last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return map_tensors(data, lambda each: each[:last])
+        last = None
+        if state.end_of_dataloader and state.remainder > 0:
+            last = state.remainder
+        return map_tensors(data, lambda tensor: tensor[:last])
 
     def _before_event(self, event: str) -> None:
         if event == "on_train_begin":
@@ -830,11 +846,11 @@ class VerifiedTransferMixin(_Base):
 
     def _not_covered(self) -> str | None:
         """A message on what ``verify="full"`` does not reach and the user has not consented to; None if nothing."""
-        found = self.weight_coverage()
-        if self.mover.settings.verify != "full" or found.complete or self.settings.consent_unverified:
+        covered = self.weight_coverage()
+        if self.mover.settings.verify != "full" or covered.complete or self.settings.consent_unverified:
             return None
         return (
-            f"--verify full covers {found.describe()}. Pass the model by name, or on the host (loaded without "
+            f"--verify full covers {covered.describe()}. Pass the model by name, or on the host (loaded without "
             "device_map and without .to()), so that the trainer moves and verifies it; or consent with "
             "--consent_unverified (consent_unverified=True)"
         )
@@ -847,13 +863,16 @@ class VerifiedTransferMixin(_Base):
     def _require_settings(self) -> None:
         """Refuse a step whose LoRA layers have other settings than before. What a callback sets is taken for right."""
         settings = self._adapter_settings
-        if settings is None or (said := settings.wrong_at_start or settings.wrong()) is None:
+        if settings is None:
+            return
+        difference = settings.wrong_at_start or settings.wrong()
+        if difference is None:
             return
         step = self.state.global_step + 1
         self.transfer_report.incident(
-            {"step": step, "stage": "trained", "kind": "settings", "text": said, "outcome": "stopped"}
+            {"step": step, "stage": "trained", "kind": "settings", "text": difference, "outcome": "stopped"}
         )
-        raise CorruptionError(f"step {step}: {said}. Nothing was saved since: start the same command again")
+        raise CorruptionError(f"step {step}: {difference}. Nothing was saved since: start the same command again")
 
     def _zero_missing_gradients(self) -> None:
         """The gradient scaler of fp16 refuses a step without gradients; with zeros only the moments decay."""
@@ -871,9 +890,21 @@ class VerifiedSFTTrainer(VerifiedTransferMixin, CountedSFTTrainer):
 
 def _norm_of(model: nn.Module, device: torch.device) -> Tensor:
     """The norm of this rank's parts of all gradients, shape []."""
-    gradients = [local(each.grad) for each in model.parameters() if each.grad is not None]
-    norms = [torch.linalg.vector_norm(each) for each in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _modules_in(values: Iterable[Any]) -> list[nn.Module]:
+    """The modules among a trainer's arguments, also those in lists."""
+    modules = []
+    for value in values:
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, nn.Module):
+                modules.append(item)
+    return modules
 
 
 def _with_own_labels(batch: Any) -> Any:

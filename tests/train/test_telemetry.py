@@ -94,7 +94,7 @@ def train(saver: Any, watched: Telemetry, steps: _Steps, **options: Any) -> Any:
 def watched(card: Card) -> Iterator[tuple[Telemetry, list[str]]]:
     """Telemetry of ``card`` that looks all the time, and what it says."""
     lines: list[str] = []
-    made = Telemetry(card.read, source=f"amdgpu, {ADDRESS}", every_s=0.001, tell=lines.append)
+    made = Telemetry(card.read, source=f"amdgpu, {ADDRESS}", every_s=0.001, say=lines.append)
     yield made, lines
     made.stop()
 
@@ -137,7 +137,7 @@ def test_the_thread_ends_with_the_training_and_begins_again_with_the_next(
 
 def test_a_read_that_hangs_holds_no_training_up(saver: Any) -> None:
     released = threading.Event()
-    watched = Telemetry(lambda: (released.wait(60) and {}, {}), source="it hangs", every_s=0.001, tell=print)
+    watched = Telemetry(lambda: (released.wait(60) and {}, {}), source="it hangs", every_s=0.001, say=print)
     trainer = saver(save_strategy="no", max_steps=3, ours={"telemetry": watched})
     trainer.train()
     assert watched.summary()["looks"] == 0
@@ -149,7 +149,7 @@ def test_a_read_that_hangs_holds_no_training_up(saver: Any) -> None:
 def test_on_an_accelerator_torch_s_own_memory_is_told() -> None:
     device = torch.device("cuda:0")
     held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
-    watched = of_device(device, every_s=0.0, tell=lambda line: None)
+    watched = of_device(device, every_s=0.0, say=lambda line: None)
     watched.sample()
     found = watched.summary()
     assert found["torch_peak_allocated_gib"] >= held.numel() / 2**30
@@ -180,7 +180,7 @@ def test_the_throttle_bits_are_told_apart(card: Card) -> None:
 def looked(*readings: Reading) -> tuple[Telemetry, list[str]]:
     lines: list[str] = []
     left = iter(readings)
-    made = Telemetry(lambda: next(left), source="a script", every_s=1.0, tell=lines.append)
+    made = Telemetry(lambda: next(left), source="a script", every_s=1.0, say=lines.append)
     for _ in readings:
         made.sample()
     return made, lines
