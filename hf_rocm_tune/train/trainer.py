@@ -902,7 +902,7 @@ def _modules_in(values: Iterable[Any]) -> list[nn.Module]:
     modules = []
     for value in values:
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, nn.Module):
+            if isinstance(item, torch.nn.Module):
                 modules.append(item)
     return modules
 
