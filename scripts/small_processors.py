@@ -47,6 +47,8 @@ LOOKERS: Mapping[str, str] = {
 }
 #: By model type: values of the processor (``processor``) or of its part that sees (``image_processor``).
 OTHERWISE: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "chameleon": {"processor": {"image_seq_length": 16}},
+    "idefics2": {"processor": {"image_seq_len": 4}},
     "deepseek_vl_hybrid": {"image_processor": {"high_res_size": {"height": 64, "width": 64}}},
     "ernie4_5_vl_moe": {"video_processor": {"draw_on_frames": False}},
 }
@@ -84,6 +86,8 @@ def add_tokens(tokenizer: Any, kind: Any, fields: Mapping[str, Any]) -> None:
     written = [each for each in dict.fromkeys(_WRITTEN.findall(source)) if not each.startswith("<0x")]
     named = {each: f"<|{each.removesuffix('_token')}|>" for each in _NAMED.findall(source)} | dict(_OWN.findall(source))
     own = {name: text for name, text in named.items() if name.removesuffix("_token") not in _TEXT_TOKENS}
+    if "image_token.content" in source or "video_token.content" in source:  # the processor makes them itself
+        own = {name: text for name, text in own.items() if name not in ("image_token", "video_token")}
     known = {name.removesuffix("_token") for name in own}
     for name in _token_fields(fields):
         if name not in known and f"<|{name}|>" not in written:
@@ -148,7 +152,7 @@ def build_processor(model_type: str, config: Any, tokenizer: Any, template: str)
 
 
 def has_template(folder: Path) -> bool:
-    """Whether the processor that is saved there makes conversations into text."""
+    """Whether the processor, or the tokenizer, that is saved there makes conversations into text."""
     from transformers import AutoProcessor
 
     return bool(getattr(AutoProcessor.from_pretrained(folder), "chat_template", None))
@@ -253,11 +257,11 @@ def _shown(processor: Any, tokenizer: Any, fields: Mapping[str, Any]) -> str:
     token = getattr(processor, "image_token", None) or getattr(tokenizer, "image_token", None)
     shown = getattr(token, "content", token) or ""
     for name in ("vision", "image"):
-        if shown and f"{name}_start" in set(_token_fields(fields)):
-            ends = [_number(f"{name}_{end}", tokenizer, processor) for end in ("start", "end")]
-            if None not in ends:
-                start, end = tokenizer.convert_ids_to_tokens(ends)
-                return f"{start}{shown}{end}"
+        known = f"{name}_start" in set(_token_fields(fields)) or hasattr(tokenizer, f"{name}_start_token")
+        ends = [_number(f"{name}_{end}", tokenizer, processor) for end in ("start", "end")]
+        if shown and known and None not in ends:
+            start, end = tokenizer.convert_ids_to_tokens(ends)
+            return f"{start}{shown}{end}"
     return str(shown)
 
 

@@ -89,6 +89,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "glm4v_moe": {"text_config": {"head_dim": 128}, **GLM_ROPE},
     "glm_ocr": {"text_config": {"head_dim": 128}, **GLM_ROPE},
     "glmga": GLM_ROPE,
+    "gpt_oss": {".hidden_size": 192, ".intermediate_size": 192},
     "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "2/4"},
     "dory": {  # its file counts attention and MLP as layers of their own
         **{f".{name}_layers": 2 for name in ("n_input", "n_recurrent", "n_output")},
@@ -98,7 +99,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
-    "idefics2": {".perceiver_config.hidden_size": 256},
+    "idefics2": {".perceiver_config.hidden_size": 256, ".perceiver_config.resampler_n_latents": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": 32},
@@ -254,7 +255,11 @@ def build(model_type: str, kind: str, folder: Path, tokenizer: Any, template: st
     architecture = model_types(kind)[model_type]
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     config = small_config(model_type, architecture, ids, pictures=kind != "causal")
-    processor_class = small_processors.processor_class(model_type) if kind != "causal" else None
+    model_class = getattr(transformers, architecture)
+    text = config.get_text_config(decoder=True)
+    if not isinstance(config, model_class.config_class) and isinstance(text, model_class.config_class):
+        config = text  # a language model of a configuration that describes more
+    processor_class = small_processors.processor_class(config.model_type)
     saved = tokenizer
     if processor_class is not None:
         small_processors.add_tokens(tokenizer, processor_class, config.to_dict())
@@ -264,11 +269,7 @@ def build(model_type: str, kind: str, folder: Path, tokenizer: Any, template: st
         small_processors.with_codes(fields, tokenizer, VOCABULARY - 2 * small_processors.CODES)
         config = type(config).from_dict(fields)
         config.architectures = [architecture]
-    model_class = getattr(transformers, architecture)
-    text = config.get_text_config(decoder=True)
-    if not isinstance(config, model_class.config_class) and isinstance(text, model_class.config_class):
-        config = text  # a language model of a configuration that describes more
-        config.architectures = [architecture]
+    config.architectures = [architecture]
     torch.manual_seed(0)
     model = model_class._from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)

@@ -215,7 +215,9 @@ def leave_out_missing_routers(job: Arguments, model: nn.Module) -> None:
 
 
 def refuse_own_head(method: str, model: nn.Module) -> None:
-    """Refuses methods with a loss that does not fit a model, see `models.own_head`."""
+    """Refuses methods with a loss that does not fit a model, see `models.own_head`, and what is no language model."""
+    if method != "reward" and not hasattr(model, "prepare_inputs_for_generation"):  # PEFT's measure
+        raise UsageError(f"{type(model).__name__} is no causal language model: {method} cannot train it")
     if method not in ("sft", "reward") and (why := why_own_head(model)):
         raise UsageError(f"{method} cannot train {type(model).__name__}: TRL's loss does not fit it ({why}); sft does")
 

@@ -76,7 +76,22 @@ def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str
     if not kept and not any(True for _ in experts_of(model)):
         return targets
     names = {name for each in kept.values() for name in each}
-    return [name for name in adaptable(model) if name not in names]
+    return _named_alone(model, [name for name in adaptable(model) if name not in names])
+
+
+def _named_alone(model: nn.Module, names: list[str]) -> list[str]:
+    """The names; instead of one that other layers have as well, the paths of the linear layers that have it."""
+    linear: dict[str, list[str]] = {name: [] for name in names}
+    others = set()
+    for path, module in model.named_modules():
+        last = _last_name(path)
+        if last not in linear:
+            continue
+        if isinstance(module, nn.Linear | Conv1D):
+            linear[last].append(path)
+        else:
+            others.add(last)
+    return [each for name in names for each in (linear[name] if name in others else [name])]
 
 
 def kept_out(model: nn.Module) -> dict[str, list[str]]:

@@ -26,6 +26,7 @@ from transformers import TrainerCallback, get_scheduler, masking_utils
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.quantised import require_bitsandbytes
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings, digest, triton_refusal
 
@@ -76,10 +77,14 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
         where = next((place for place in _places(error) if not place[0].startswith("torch.")), ("", ""))
         if trainer.state.global_step > start or device or not where[0].startswith(_CODE_OF_MODELS):
             raise
-        what = " ".join(str(error).split())
+        what, fix = " ".join(str(error).split()), ""
+        if "a leaf Variable that requires grad" in what and recompute.is_chosen(trainer.args):
+            fix = (
+                ": it writes into the embeddings' output, as recomputation forbids: give --gradient_checkpointing false"
+            )
         raise UsageError(
             f"{_name_of(trainer.model)} cannot be trained with these settings: its own code fails in the first step "
-            f"with {type(error).__name__}: {what[:300]} ({where[1]})"
+            f"with {type(error).__name__}: {what[:300]} ({where[1]}){fix}"
         ) from error
 
 

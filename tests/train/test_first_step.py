@@ -1,0 +1,42 @@
+"""What a model's own code raises in the first step is one line; an error of a device, of ours or of later is not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.train.refusals import first_step_as_usage_error
+
+WRITES = "a leaf Variable that requires grad is being used in an in-place operation."
+
+
+def train(trainer: Any, error: Exception, module: str, step: int) -> None:
+    """Comes to a step, and to a function of a module that raises."""
+    space: dict[str, Any] = {"__name__": module, "error": error}
+    exec("def call():\n    raise error", space)
+    with first_step_as_usage_error(trainer):
+        trainer.state.global_step = step
+        space["call"]()
+
+
+@pytest.mark.parametrize(
+    ("error", "module", "step", "said"),
+    [
+        (IndexError("tuple index out of range"), "transformers.models.doge.modeling_doge", 0, "IndexError: tuple"),
+        (RuntimeError(WRITES), "transformers_modules.theirs", 0, "give --gradient_checkpointing false"),
+        (RuntimeError("HIP error: an illegal memory access"), "transformers.models.doge.modeling_doge", 0, None),
+        (IndexError("tuple index out of range"), "transformers.models.doge.modeling_doge", 3, None),
+        (IndexError("tuple index out of range"), "hf_rocm_tune.transfer.mover", 0, None),
+    ],
+)
+def test_only_the_models_code_in_the_first_step_is_the_models(
+    error: Exception, module: str, step: int, said: str | None
+) -> None:
+    args = SimpleNamespace(activation_checkpointing=True, gradient_checkpointing=True)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=0), model=object(), args=args)
+    with pytest.raises(UsageError if said else type(error)) as caught:
+        train(trainer, error, module, step)
+    assert said is None or said in str(caught.value)
