@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-LENGTH = 320  # of a row with one picture
+LENGTH = 1200  # of a row with one picture
 CODES = 16  # of a picture that is made of tokens
 SIDE = 4  # patches along a picture's side, as far as a configuration says how large its pictures are
 _NAMED = re.compile(r"tokenizer(?:\.|, [\"'])(\w+_token)(?:_id)?\b")
@@ -50,6 +50,9 @@ OTHERWISE: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "chameleon": {"processor": {"image_seq_length": 16}},
     "idefics2": {"processor": {"image_seq_len": 4}},
     "deepseek_vl_hybrid": {"image_processor": {"high_res_size": {"height": 64, "width": 64}}},
+    "video_llava": {
+        "image_processor": {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
+    },
     "ernie4_5_vl_moe": {"video_processor": {"draw_on_frames": False}},
 }
 
@@ -85,7 +88,11 @@ def add_tokens(tokenizer: Any, kind: Any, fields: Mapping[str, Any]) -> None:
     source = "\n".join(inspect.getsource(sys.modules[each.__module__]) for each in _own_classes(kind))
     written = [each for each in dict.fromkeys(_WRITTEN.findall(source)) if not each.startswith("<0x")]
     named = {each: f"<|{each.removesuffix('_token')}|>" for each in _NAMED.findall(source)} | dict(_OWN.findall(source))
-    own = {name: text for name, text in named.items() if name.removesuffix("_token") not in _TEXT_TOKENS}
+    own = {
+        name: text
+        for name, text in named.items()
+        if name.removesuffix("_token") not in _TEXT_TOKENS and not name.startswith("add_")
+    }
     if "image_token.content" in source or "video_token.content" in source:  # the processor makes them itself
         own = {name: text for name, text in own.items() if name not in ("image_token", "video_token")}
     known = {name.removesuffix("_token") for name in own}
@@ -305,7 +312,7 @@ def _listed(part: str, model_type: str, own: Mapping[str, Any]) -> Any:
         name = name.get("torchvision") or name.get("pil") if isinstance(name, dict) else name
         if name:
             return getattr(transformers, name)(**own)
-    return None
+    return transformers.WhisperFeatureExtractor() if part == "feature_extractor" else None
 
 
 def _first(value: Any) -> int:

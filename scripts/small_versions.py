@@ -103,6 +103,8 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": 32},
+    "step3p7": {"text_config": {"sliding_window": 32}},
+    "vipllava": {".vision_feature_layers": [-1, -2]},
     "qwen2_vl": {".vision_config.hidden_size": 256},
     "mistral3": {"text_config": {"model_type": "ministral3"}},
 }
