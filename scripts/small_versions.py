@@ -105,6 +105,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": 32},
     "step3p7": {"text_config": {"sliding_window": 32}},
     "vipllava": {".vision_feature_layers": [-1, -2]},
+    "nemotron": {"num_key_value_heads": 8},
     "qwen2_vl": {".vision_config.hidden_size": 256},
     "mistral3": {"text_config": {"model_type": "ministral3"}},
 }

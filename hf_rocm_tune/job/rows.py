@@ -158,7 +158,8 @@ def is_plain_template(training: Any) -> bool:
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The token with which a tokenizer begins each text."""
+    """The token with which a tokenizer, or that of a processor, begins each text."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # Llama 3.2 Vision's processor has the token, not its number
     begin = getattr(tokenizer, "bos_token", None)
     added = bool(begin) and tokenizer(text="a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return str(begin) if added else None
