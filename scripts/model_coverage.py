@@ -176,22 +176,24 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Models",
         "",
-        f"Written by `scripts/model_coverage.py` on {found['date']} from what it tried: every architecture of "
-        "transformers, as a small version",
-        "of its own configuration with random weights, on a CPU, by the real commands. *trained*: two steps of `sft`, "
-        "all verified.",
-        "*planned*: for a 20 GB card. *merged*: the adapter of LoRA into the weights. No architecture is refused by "
-        f"name. With {versions}. Of transformers' {len(small_versions.model_types('causal'))} language models and "
-        f"{len(small_versions.model_types('image-text'))} models that read pictures, those below were tried.",
+        f"Written by `scripts/model_coverage.py` on {found['date']} from what it tried: architectures of transformers, "
+        "each as a small version of its own configuration",
+        "with random weights, on a CPU, by the real commands. *trained*: two steps of `sft`, all verified, with pictures"
+        " in the rows where a model reads them.",
+        "*planned*: for a 20 GB card. *merged*: the adapter of LoRA into the weights. Words after *yes* are a flag that"
+        " the refusal of the bare command names.",
+        "No architecture is refused by name. GGUF files are not tried here: see [serving.md](serving.md). With "
+        f"{versions}; timm and scipy were installed, which a few towers need.",
         "",
-        "| | tried | " + " | ".join(CELLS) + " |",
-        "|---|---|" + "---|" * len(CELLS),
+        f"| of those tried | {' | '.join(CELLS)} | LoRA and plan |",
+        "|---|" + "---|" * (len(CELLS) + 1),
     ]
     for kind, title in KINDS.items():
-        rows = list(found[kind].values())
-        counts = [sum(is_good(row["cells"].get(cell, ""), cell) for row in rows) for cell in CELLS]
-        shares = [f"{count} ({100 * count / max(len(rows), 1):.0f} %)" for count in counts]
-        lines.append(f"| {title.lower()} | {len(rows)} | {' | '.join(shares)} |")
+        rows = [row["cells"] for row in found[kind].values()]
+        shares = [_share([is_good(row[cell], cell) for row in rows if cell in row]) for cell in CELLS]
+        both = _share([all(is_good(row.get(cell, ""), cell) for cell in ("LoRA", "plan")) for row in rows])
+        known = len(small_versions.model_types(kind))
+        lines.append(f"| {title.lower()}, of {known} | {' | '.join(shares)} | {both} |")
     for kind, title in KINDS.items():
         lines += ["", f"## {title}", "", f"| family | architecture | {' | '.join(CELLS)} |", "|---|---|" + "---|" * 5]
         reasons: dict[str, list[str]] = {}
@@ -207,6 +209,10 @@ def page(found: dict[str, Any]) -> str:
             lines += ["", "Why not:", ""]
             lines += [f"- {', '.join(cells)} of {_escaped(said)}" for said, cells in reasons.items()]
     return "\n".join(lines) + "\n"
+
+
+def _share(good: list[bool]) -> str:
+    return f"{sum(good)} of {len(good)} ({100 * sum(good) / max(len(good), 1):.0f} %)"
 
 
 def is_good(said: str, cell: str) -> bool:
