@@ -128,6 +128,7 @@ ATTACKS: dict[str, tuple[Figures, tuple[str, ...]]] = {
 NAMED_IN_README = {
     "wrong expert, once": "rows that a router sends to a wrong expert between two samples (3)",
     "counts, once": "wrong counts of an expert's rows with the right sum between two samples (3)",
+    **{f"{kernel}, wrong in the same way": "what is within the bound of a layer on the host (2)" for kernel in KERNELS},
 }
 
 
