@@ -307,7 +307,7 @@ def clean_runs(bench: Bench, wanted: argparse.Namespace, rows: list[Figures]) ->
     import small_versions
 
     tokenizer, begun = tiny.build_tokenizer(), time.monotonic()
-    pairs = [(kind, way) for way in CLEAN for kind in TYPES]
+    pairs = [(kind, way) for way in CLEAN for kind in wanted.types]
     random.Random(wanted.first_seed).shuffle(pairs)
     part, parts = map(int, wanted.shard.split("/"))
     pairs = pairs[part - 1 :: parts]
@@ -327,7 +327,7 @@ def clean_runs(bench: Bench, wanted: argparse.Namespace, rows: list[Figures]) ->
                     shutil.rmtree(model, ignore_errors=True)
                     continue
         shutil.rmtree(output, ignore_errors=True)
-        codes, text = bench.run(CLEAN[name], output, model, max_steps=10, max_grad_norm=1.0)
+        codes, text = bench.run(CLEAN[name], output, model, max_steps=wanted.steps, max_grad_norm=1.0)
         row: Figures = {"type": kind, "way": name, "codes": codes, "said": said_in(output)}
         warned = [line for line in text.splitlines() if any(words in line for words in ALARMS)]
         row |= {"warned": warned[:3], "outcome": "clean"}
@@ -410,6 +410,13 @@ if __name__ == "__main__":
             "seeds": {"type": int, "default": 10, "help": "runs of each attack, in its ways by turns"},
             "first_seed": {"type": int, "default": 0},
             "runs": {"type": int, "default": 110, "help": "clean trainings"},
+            "types": {
+                "nargs": "+",
+                "default": list(TYPES),
+                "metavar": "TYPE",
+                "help": "model types of clean trainings",
+            },
+            "steps": {"type": int, "default": 10, "help": "of a clean training"},
             "shard": {"default": "1/1", "help": "of the clean trainings, the first of two parts: 1/2"},
             "pairs": {"type": int, "default": 5, "help": "of runs for the cost"},
             "seconds": {"type": float, "default": 1e9, "help": "begin no other run after so many"},
