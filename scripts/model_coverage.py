@@ -178,8 +178,8 @@ def page(found: dict[str, Any]) -> str:
         "",
         f"Written by `scripts/model_coverage.py` on {found['date']} from what it tried: architectures of transformers, "
         "each as a small version of its own configuration",
-        "with random weights, on a CPU, by the real commands. *trained*: two steps of `sft`, all verified, with pictures"
-        " in the rows where a model reads them.",
+        "with random weights, on a CPU, by the real commands. *trained*: two steps of `sft`, all verified, with"
+        " pictures in the rows where a model reads them.",
         "*planned*: for a 20 GB card. *merged*: the adapter of LoRA into the weights. Words after *yes* are a flag"
         " that the refusal of the bare command names.",
         "No architecture is refused by name. GGUF files are not tried here: see [serving.md](serving.md). With "
