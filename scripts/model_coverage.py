@@ -127,6 +127,7 @@ def _cell(name: str, model: Path, place: Path, data: Path, server: Any) -> str:
         given = ""
         if done.code and (advice := _ADVICE.search(_line(done))):
             given = advice[1]
+            shutil.rmtree(output, ignore_errors=True)
             done = _ended(server, [*map(str, words), *METHODS[name], *given.split()], {})
         if name == "LoRA" and not done.code:
             shutil.copytree(output, place / f"{model.name}-adapter", dirs_exist_ok=True)
@@ -182,6 +183,8 @@ def page(found: dict[str, Any]) -> str:
         " pictures in the rows where a model reads them.",
         "*planned*: for a 20 GB card. *merged*: the adapter of LoRA into the weights. Words after *yes* are a flag"
         " that the refusal of the bare command names.",
+        "Where a model's own code is said to fail, sizes of its small version may not fit each other: the reasons are what"
+        " was said, not what was found out.",
         "No architecture is refused by name. GGUF files are not tried here: see [serving.md](serving.md). With "
         f"{versions}; timm and scipy were installed, which a few towers need.",
         "",
