@@ -183,8 +183,8 @@ def page(found: dict[str, Any]) -> str:
         " pictures in the rows where a model reads them.",
         "*planned*: for a 20 GB card. *merged*: the adapter of LoRA into the weights. Words after *yes* are a flag"
         " that the refusal of the bare command names.",
-        "Where a model's own code is said to fail, sizes of its small version may not fit each other: the reasons are what"
-        " was said, not what was found out.",
+        "Where a model's own code is said to fail, sizes of its small version may not fit each other: the reasons are"
+        " what was said, not what was found out.",
         "No architecture is refused by name. GGUF files are not tried here: see [serving.md](serving.md). With "
         f"{versions}; timm and scipy were installed, which a few towers need.",
         "",
