@@ -42,7 +42,7 @@ from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.paths import kept_file
 from hf_rocm_tune.survive.atomic import write_text_atomic
-from hf_rocm_tune.train.arithmetic.attention import attention_error, wrong_choice
+from hf_rocm_tune.train.arithmetic.attention import WatchedChoices, attention_error
 from hf_rocm_tune.train.arithmetic.bounds import roundoff
 from hf_rocm_tune.train.arithmetic.checks import FIRST_STEPS, ArithmeticChecks
 from hf_rocm_tune.train.arithmetic.verdict import StepVerdict
@@ -300,7 +300,7 @@ class Replays:
             yield
             return
         self._length = max(self._length, length)
-        stock, stock_topk, thread = functional.scaled_dot_product_attention, torch.topk, threading.get_ident()
+        stock, thread = functional.scaled_dot_product_attention, threading.get_ident()
 
         def checked(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result: Tensor = stock(query, *args, **kwargs)
@@ -313,20 +313,12 @@ class Replays:
                         self._products.add_attention(worst)
             return result
 
-        def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, **kwargs: Any) -> Any:
-            result = stock_topk(input, k, dim, largest, **kwargs)
-            if threading.get_ident() == thread and input.is_floating_point():
-                with torch.no_grad():
-                    scores, (values, chosen) = input.detach(), result
-                    self._products.add_choice(wrong_choice(chosen, values.detach(), scores, dim, largest=largest))
-            return result
-
         functional.scaled_dot_product_attention = checked
-        torch.topk = topk  # type: ignore[assignment]
         try:
-            yield
+            with WatchedChoices(self._products.add_choice):
+                yield
         finally:
-            functional.scaled_dot_product_attention, torch.topk = stock, stock_topk
+            functional.scaled_dot_product_attention = stock
 
     def _attention_verdict(self, *, can_repeat: bool) -> StepVerdict:
         attention, choices = self._products.attention, self._products.choices

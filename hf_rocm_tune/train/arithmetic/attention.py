@@ -7,9 +7,12 @@ Not found: a wrong backward pass; attention with dropout; other attention functi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hf_rocm_tune.train.arithmetic.bounds import roundoff
 
@@ -60,6 +63,29 @@ def attention_error(
         difference = (result[:, own, picked].float() - weights @ values).abs() / allowed
         worst.append(torch.where(sees, difference, 0.0).amax())
     return torch.stack(worst).amax()
+
+
+class WatchedChoices(TorchFunctionMode):
+    """Within the block, in this thread, each ``topk`` of numbers is looked over: `wrong_choice` goes to ``add``."""
+
+    def __init__(self, add: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            self._look_over(result, *args, **(kwargs or {}))
+        return result
+
+    def _look_over(
+        self, result: Any, input: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any, **__: Any
+    ) -> None:
+        if not input.is_floating_point():
+            return
+        with torch.no_grad():
+            values, chosen = result
+            self._add(wrong_choice(chosen, values.detach(), input.detach(), dim, largest=largest))
 
 
 def wrong_choice(chosen: Tensor, values: Tensor, scores: Tensor, dim: int, *, largest: bool) -> Tensor:
