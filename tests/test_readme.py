@@ -111,9 +111,7 @@ def test_every_flag_of_ours_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("kind", "language", "block"),
     [
-        pytest.param(
-            *block, id=f"{n}-{block[0] or 'run'}", marks=[] if block[0] in ("fault", "start") else pytest.mark.long
-        )
+        pytest.param(*block, id=f"{n}-{block[0] or 'run'}", marks=[] if block[0] == "fault" else pytest.mark.long)
         for n, block in enumerate(BLOCKS)
     ],
 )

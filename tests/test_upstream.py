@@ -202,11 +202,12 @@ sys.exit(run_guarded(main))
             r"\(hf_rocm_tune\.settings\.arguments\) imports from it: cannot import name 'string_to_bool'.* "
             r"Install transformers 5\.19\.0 to [\d.]+, or report this",
         ),
-        (
+        pytest.param(
             "peft",
             "PeftConfig",
             r"peft [\d.]+ does not have what trl [\d.]+ imports from it: cannot import name 'PeftConfig'.* "
             r"Install peft 0\.20\.0 to [\d.]+, or report this",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -135,6 +135,7 @@ def test_it_stops_wherever_it_is_used(run: Path, place: Path, server: CommandSer
     assert content["published"] and content["eos_token"] == ("<|im_end|>" if "eos" in run.name else "<|unk|>")
 
 
+@pytest.mark.long
 def test_the_code_of_the_card_loads_a_run_that_added_tokens(server: CommandServer, place: Path) -> None:
     """The template of another model, whose turns are tokens that the base has not."""
     other = AutoTokenizer.from_pretrained(place / "base")

@@ -83,6 +83,7 @@ def test_triton_s_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.missing_for_triton().startswith(f"the cache of what it compiles, {NOWHERE} cannot be written")
 
 
+@pytest.mark.long
 def test_a_run_blames_the_cache_and_not_the_dataset(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "a row"}\n' * 4)

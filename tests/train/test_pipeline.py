@@ -257,6 +257,7 @@ def on_two_cards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_on_two_cards_whose_kernels_and_copies_are_late(on_two_cards: dict[str, Any]) -> None:
     assert on_two_cards["late"] == {"differ": [], "losses": True, "mismatches": 0}
 
