@@ -44,6 +44,7 @@ FROM_CARD = {
     "default/ops.py:_": "whether a matrix has outliers, in 8-bit layers",
     "integrations/moe.py:_grouped_mm": "how many rows each expert has",
     "arithmetic/experts.py:ProductsWithin.__torch_function__": "likewise, where it calls the product that is checked",
+    "arithmetic/attention.py:WatchedChoices.__torch_function__": "likewise, where a first step is watched for choices",
     "models/experts.py:_rows_of_each": "likewise",
     "train/replay.py:Replays._from_one_rank": "label tokens of a micro-batch that all ranks compute",
     "thread pt_autograd_0": "likewise, in backward",
