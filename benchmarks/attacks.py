@@ -4,7 +4,8 @@ attacks  each fault of `tests.e2e.memory_attacks` with several seeds, in several
          *recovered*: exit 0, the undisturbed run's adapter, and the report says what happened; *equal*: nothing is
          said, and the adapter is the undisturbed run's; *ended*: exit 3; *ended, then equal*: and the same command, not
          attacked, goes on to the undisturbed run's adapter; *named*: exit 0, another adapter, and the report says what
-         happened; *in README*: nothing is said, and README names it as not verified; *silent*: nothing is said
+         happened; *in the docs*: nothing is said, and docs/verification.md names it as not verified; *silent*: nothing
+         is said
 clean    trainings of many small architectures in many ways: exit 0, no incident, no disagreement, equal replays
 cost     processor seconds of a run with and without arithmetic checks, interleaved
 
@@ -125,11 +126,13 @@ ATTACKS: dict[str, tuple[Figures, tuple[str, ...]]] = {
     "base misread": ({"kind": "misreading"}, ("CPU", "QLoRA", "card", "streamed")),
     "base mapped wrongly": ({"kind": "mapped"}, ("CPU", "QLoRA", "experts")),
 }
-NAMED_IN_README = {
-    "wrong expert, once": "rows that a router sends to a wrong expert between two samples (3)",
-    "counts, once": "wrong counts of an expert's rows with the right sum between two samples (3)",
-    **{f"{kernel}, wrong in the same way": "what is within the bound of a layer on the host (2)" for kernel in KERNELS},
+SIXTEEN_BITS = ("every bf16", "every QLoRA", "card bf16")
+NOT_VERIFIED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("wrong expert, once", "counts, once"), tuple(WAYS)),
+    **{f"{kernel}, wrong in the same way": SIXTEEN_BITS for kernel in ("rotary embedding", "attention's backward")},
 }
+"""What docs/verification.md names as not verified, and in which ways: rows of experts between two samples (3), and
+kernels that are within the bound of a layer on the host in 16 bits (2)."""
 
 
 @dataclass(kw_only=True)
@@ -195,7 +198,8 @@ def attack(
 ) -> Figures:
     """One attacked run, and what became of it; of each attack the first `RESUMED` that ended are started again."""
     what, _ = ATTACKS[name]
-    way, model = WAYS[way_name], bench.model(WAYS[way_name])
+    way = WAYS[way_name]
+    model = bench.model(way)
     more = {"directory": str(model)} if what["kind"] == "misreading" else {}
     if way_name not in clean:
         codes, text = bench.run(way, bench.place / f"clean {way_name}", model)
@@ -236,8 +240,8 @@ def attack(
         row["outcome"] = "recovered" if said else "equal"
     else:
         row["outcome"] = "named" if said else "silent"
-        if not said and name in NAMED_IN_README:
-            row["outcome"] = "in README"
+        if not said and way_name in NOT_VERIFIED.get(name, ()):
+            row["outcome"] = "in the docs"
     return row
 
 

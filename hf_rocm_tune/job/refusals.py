@@ -207,19 +207,25 @@ def leave_out_missing_routers(job: Arguments, model: nn.Module) -> None:
     recorded = getattr(model, "can_record_outputs", {}).get("router_logits")
     if job.method != "sft" or recorded is None:
         return
-    given: list[Any] = recorded if isinstance(recorded, list) else [recorded]
-    kinds: tuple[Any, ...] = tuple(getattr(each, "target_class", each) for each in given)
+    recorders: list[Any] = recorded if isinstance(recorded, list) else [recorded]
+    kinds: tuple[Any, ...] = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
     if not any(isinstance(module, kinds) for module in model.modules()):
         training: Any = job.training
         training.router_aux_loss_coef = 0.0
 
 
-def refuse_own_head(method: str, model: nn.Module) -> None:
-    """Refuses methods with a loss that does not fit a model, see `models.own_head`, and what is no language model."""
-    if method != "reward" and not hasattr(model, "prepare_inputs_for_generation"):  # PEFT's measure
-        raise UsageError(f"{type(model).__name__} is no causal language model: {method} cannot train it")
-    if method not in ("sft", "reward") and (why := why_own_head(model)):
-        raise UsageError(f"{method} cannot train {type(model).__name__}: TRL's loss does not fit it ({why}); sft does")
+def check_model(method: str, model: nn.Module) -> None:
+    """Refuses what is no language model, and methods whose loss does not fit a model, see `models.own_head`."""
+    if method == "reward":  # a classifier, with a loss of its own
+        return
+    name = type(model).__name__
+    if not hasattr(model, "prepare_inputs_for_generation"):  # PEFT's measure
+        raise UsageError(f"{name} is no causal language model: {method} cannot train it")
+    if method == "sft":
+        return
+    why = why_own_head(model)
+    if why:
+        raise UsageError(f"{method} cannot train {name}: TRL's loss does not fit it ({why}); sft does")
 
 
 # ---- adapters and rewards -------------------------------------------------------------------------------------------

@@ -40,11 +40,11 @@ from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, ma
 from hf_rocm_tune.job.refusals import (
     check,
     check_adapter,
+    check_model,
     check_rewards,
     check_router_loss,
     decide,
     leave_out_missing_routers,
-    refuse_own_head,
     reward_functions,
 )
 from hf_rocm_tune.lifecycle import exits, stall
@@ -540,7 +540,7 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             "after it: with the same seed the adapter starts from other values than TRL's"
         )
     leave_out_missing_routers(job.arguments, model)
-    refuse_own_head(job.arguments.method, model)
+    check_model(job.arguments.method, model)
     with_own_head = job.arguments.method == "sft" and bool(own_head.why_own_head(model))
     _fit_checkpointing(job, model)
     model, peft_config = _adapted(job, model)

@@ -88,10 +88,10 @@ class RankStatus:
         """The other ranks that have joined and not left, alive or not."""
         others = []
         for file in sorted(self.directory.glob("rank-*")):
-            number = int(file.name.removeprefix("rank-"))
-            if number == self.me.rank:
+            if file == self._file:
                 continue
             with suppress(OSError, ValueError):  # gone, or being written
+                number = int(file.name.removeprefix("rank-"))
                 pid, born = map(int, file.read_text().split())
                 stacks = file.with_name(f"stacks-{number}")
                 tick = file.stat().st_mtime_ns

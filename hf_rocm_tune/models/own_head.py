@@ -16,20 +16,22 @@ from torch import Tensor, nn
 
 from hf_rocm_tune.errors import listed
 
-_MASKED = -100  # the label of a token that is not in the loss
+_IGNORED_LABEL = -100  # torch's, of a token that is not in the loss
 
 
 def why_own_head(model: Any) -> str:
     """Why TRL's fused loss does not fit a causal language model; empty: it does."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
     backbone = getattr(model, "base_model", model)
     if backbone is model:
         return "it names no backbone"
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         return ""
-    known = {id(parameter) for part in (backbone, head) for parameter in part.parameters()}
-    rest = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
-    return f"{listed(rest)} would be left out" if rest else ""
+    used = {id(parameter) for part in (backbone, head) for parameter in part.parameters()}
+    left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
+    if not left_out:
+        return ""
+    return f"{listed(left_out)} would be left out"
 
 
 def use_own_head(model: nn.Module) -> None:
@@ -40,9 +42,12 @@ def use_own_head(model: nn.Module) -> None:
     def forward(
         self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, shift_labels: Any = None, **more: Any
     ) -> Any:
-        given = {"labels": labels, "shift_labels": shift_labels}
         if not fused_lm_head:
-            return stock(*args, **{name: each for name, each in given.items() if each is not None}, **more)
+            if labels is not None:
+                more["labels"] = labels
+            if shift_labels is not None:
+                more["shift_labels"] = shift_labels
+            return stock(*args, **more)
         count = more.pop("num_items_in_batch", None)
         logits = stock(*args, **more).logits
         if shift_labels is None:
@@ -60,7 +65,9 @@ def _output(logits: Tensor, labels: Tensor, count: Any) -> Any:
     """
     from trl.trainer.utils import FusedCausalLMOutput
 
-    mask = labels != _MASKED
+    mask = labels != _IGNORED_LABEL
+    if count is None:
+        count = mask.sum().clamp(min=1)
     logarithms = torch.log_softmax(logits.float(), dim=-1)
     chosen = logarithms.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     log_probs = chosen.masked_fill(~mask, 0)
@@ -70,7 +77,7 @@ def _output(logits: Tensor, labels: Tensor, count: Any) -> Any:
         means = logits.float().mean(dim=-1)
         first = logits.argmax(dim=-1) == labels
     return FusedCausalLMOutput(
-        loss=-log_probs.sum() / (mask.sum().clamp(min=1) if count is None else count),
+        loss=-log_probs.sum() / count,
         log_probs=log_probs,
         entropy=entropy.masked_fill(~mask, 0),
         log_sum_sq_probs=squares.masked_fill(~mask, 0),

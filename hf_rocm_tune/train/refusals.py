@@ -73,21 +73,23 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        device = isinstance(error, torch.AcceleratorError) or re.search(r"\b(HIP|CUDA|out of memory)\b", str(error))
-        where = next((place for place in _places(error) if not place[0].startswith("torch.")), ("", ""))
-        if trainer.state.global_step > start or device or not where[0].startswith(_CODE_OF_MODELS):
+        of_device = isinstance(error, torch.AcceleratorError) or _OF_DEVICE.search(str(error))
+        module, place = next((place for place in _places(error) if not place[0].startswith("torch.")), ("", ""))
+        if trainer.state.global_step > start or of_device or not module.startswith(_CODE_OF_MODELS):
             raise
-        what, fix = " ".join(str(error).split()), ""
+        what = " ".join(str(error).split())
+        fix = ""
         if "a leaf Variable that requires grad" in what and recompute.is_chosen(trainer.args):
             fix = (
                 ": it writes into the embeddings' output, as recomputation forbids: give --gradient_checkpointing false"
             )
         raise UsageError(
             f"{_name_of(trainer.model)} cannot be trained with these settings: its own code fails in the first step "
-            f"with {type(error).__name__}: {what[:300]} ({where[1]}){fix}"
+            f"with {type(error).__name__}: {what[:300]} ({place}){fix}"
         ) from error
 
 
+_OF_DEVICE = re.compile(r"\b(HIP|CUDA|out of memory)\b")
 _CODE_OF_MODELS = ("transformers.models.", "transformers_modules.", "timm.")
 
 
