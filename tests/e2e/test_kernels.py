@@ -17,7 +17,7 @@ from tests.e2e.conftest import ADAPTER, Job, MakeJob, done, report_of
 
 @pytest.fixture(scope="module")
 def job(card_server: CommandServer, make_job: MakeJob) -> Job:
-    sizes = {"max_steps": 4, "save_steps": 2, "lora_dropout": 0.0, "doctor": "off"}
+    sizes = {"max_steps": 4, "save_steps": 2, "lora_dropout": 0.0, "doctor": "off", "dtype": "float32", "bf16": False}
     return make_job("kernels", server=card_server, train=16, test=4, **sizes)
 
 
