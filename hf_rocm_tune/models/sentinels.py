@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.transfer import Digest, QueuedDigests, TensorGroup, named_tensors
@@ -54,6 +54,7 @@ class _Watched:
     storage: weakref.ref[UntypedStorage]
     nbytes: int
     baseline: Digest
+    held: Tensor | None = None  # of a buffer, what it was: a model's own code may put a cast of it in its place
 
     def tensor(self) -> Tensor | None:
         try:
@@ -148,6 +149,8 @@ class FrozenSentinel:
         same = now == row.baseline
         if same and not replaced:
             return []  # the first digest was wrong
+        if replaced and not same:
+            same = _is_cast(row, tensor)
         storage = tensor.untyped_storage()
         of_another = False
         if replaced and not same:
@@ -157,6 +160,7 @@ class FrozenSentinel:
         row.storage = weakref.ref(storage)
         row.nbytes = storage.nbytes()
         row.baseline = now
+        row.held = _held(tensor)
         return []
 
     def _begin(self, listed: list[Listed], *, late: bool = False) -> list[Change]:
@@ -171,11 +175,34 @@ class FrozenSentinel:
             if not late:
                 before = self._arrived_with(storage_bytes(tensor)) or now
             storage = tensor.untyped_storage()
-            row = _Watched(name, find, weakref.ref(storage), storage.nbytes(), before)
+            row = _Watched(name, find, weakref.ref(storage), storage.nbytes(), before, _held(tensor))
             self._watched[name] = row
             if now != before:
                 changes += self._confirm(row)
         return changes
+
+
+def _held(tensor: Tensor) -> Tensor | None:
+    """A reference to a buffer's memory; None for a parameter, whose memory must not outlive it."""
+    return None if isinstance(tensor, nn.Parameter) else tensor.detach()
+
+
+def _is_cast(row: _Watched, tensor: Tensor) -> bool:
+    """Whether a tensor has the values of the buffer that it replaces, in another precision or arrangement in memory.
+
+    What it replaces must still have the bytes of the baseline: a cast of damaged values is damaged.
+    """
+    held = row.held
+    if held is None or held.device != tensor.device or held.shape != tensor.shape:
+        return False
+    if held.is_floating_point() != tensor.is_floating_point():
+        return False
+    (before,) = QueuedDigests([storage_bytes(held)]).confirmed()
+    if before != row.baseline:
+        return False
+    expected = held.to(tensor.dtype).contiguous(), tensor.detach().contiguous()
+    cast, now = QueuedDigests([storage_bytes(each.clone()) for each in expected]).confirmed()
+    return cast == now
 
 
 class TrainedSentinel:

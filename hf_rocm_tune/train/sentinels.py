@@ -321,7 +321,7 @@ class SentinelCallback(TrainerCallback):
 
     def _explain(self, name: str, tensor: Tensor, same: bool) -> str | None:
         """The reason why a frozen tensor may differ, or None; with a reason it is marked derived and reported once."""
-        reason = "equal to the tensor that it replaces"
+        reason = "equal to the tensor that it replaces"  # byte for byte, or a buffer's values in another precision
         if not same:
             known = self._known_reason(name, tensor)
             if known is None:

@@ -120,3 +120,17 @@ def test_what_stands_before_the_output_head_is_in_the_loss(server: CommandServer
     assert losses_of(tmp_path / "out") == pytest.approx([model(input_ids=row, labels=row).loss.item()], rel=1e-4)
     refused = server.run(*settings, *flags(output_dir=tmp_path / "dpo"), env={"METHOD": "kto"})
     assert refused.code == 2 and len(refused.error_lines) == 1
+
+
+def test_a_table_that_a_models_own_code_casts_is_no_damage(server: CommandServer, tmp_path: Path) -> None:
+    """CTRL puts its positions in the precision of its embeddings, which differ in a 4-bit model."""
+    tokenizer = tiny.build_tokenizer()
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = transformers.CTRLConfig(vocab_size=512, n_embd=64, dff=64, n_layer=2, n_head=2, n_positions=64, **ids)
+    transformers.CTRLLMHeadModel(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "Two and two is four."}) + "\n")
+    settings = flags(model_name_or_path=tmp_path / "model", dataset_name=tmp_path / "rows.jsonl", max_steps=2)
+    done(server.run(*settings, *flags(output_dir=tmp_path / "out", load_in_4bit=True)))
+    (row,) = report_of(tmp_path / "out")["rebaselined"]
+    assert row["tensor"].endswith("pos_encoding")

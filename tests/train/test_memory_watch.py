@@ -168,6 +168,35 @@ def test_a_rotary_table_that_follows_the_length_is_explained_and_a_damaged_one_i
         trainer.train()
 
 
+@pytest.mark.parametrize("damage", ["none", "before the cast", "after the cast", "of a weight"])
+def test_a_buffer_that_a_model_casts_is_explained_and_a_damaged_one_or_a_weight_is_not(make: Make, damage: str) -> None:
+    """As CTRL's forward does with its positions, in the precision of its embeddings."""
+
+    def cast(model: Any) -> None:
+        rotary = model.base_model.model.model.rotary_emb
+        if damage == "of a weight":
+            base_weight(model).data = base_weight(model).data.to(torch.bfloat16).to(torch.float32)
+        elif rotary.inv_freq.dtype is torch.float32:
+            if damage == "before the cast":
+                rotary.inv_freq.view(torch.int32)[3] ^= 1 << 20
+            rotary.inv_freq = rotary.inv_freq.to(torch.bfloat16)
+            if damage == "after the cast":
+                rotary.inv_freq.view(torch.int16)[3] ^= 1 << 4
+
+    trainer = make(ours={"sentinel_every": 1})
+    trainer.add_callback(At(cast))
+    if damage != "none":
+        with pytest.raises(MemoryFaultError, match="were replaced by other tensors"):
+            trainer.train()
+        return
+    trainer.train()
+    trainer.save_model()
+    report = trainer.transfer_report.to_dict()
+    assert report["frozen"]["mismatches"] == 0 and trainer.weight_coverage().complete
+    (row,) = report["rebaselined"]
+    assert row["tensor"].endswith("inv_freq") and row["reason"] == "equal to the tensor that it replaces"
+
+
 def test_an_initialisation_that_rewrites_base_weights_is_recorded_weight_by_weight(make: Make) -> None:
     for scheme, expected in (("pissa", 14), (True, 0)):
         trainer = make(lora={"init_lora_weights": scheme})

@@ -202,8 +202,8 @@ def test_large_state_is_watched_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == named("t0", "t1", "t2")
 
 
-def test_the_sentinel_keeps_no_tensor_alive() -> None:
-    held = tensors(1000)
+def test_the_sentinel_keeps_no_weight_alive() -> None:
+    held: dict[str, Tensor] = {"t0": torch.nn.Parameter(torch.rand(1000), requires_grad=False)}
     sentinel = watch(held, 1)
     gone = weakref.ref(held["t0"].untyped_storage())
     held.clear()
