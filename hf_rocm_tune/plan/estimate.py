@@ -19,6 +19,8 @@ from hf_rocm_tune.models.streamed import LAYER_BUFFERS_A_CARD, spread
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 Counts: TypeAlias = "tuple[int, ...]"
+#: The change, the highest level and the new gradients of each segment, in bytes, by its role and layer.
+Levels: TypeAlias = "dict[tuple[str, int], Floats]"
 T = TypeVar("T")
 
 GIB = 1 << 30
@@ -81,7 +83,9 @@ class Tape:
     def _columns(self) -> tuple[Any, ...]:
         """Of each event: its segment, its sign, and the storage's size and owner."""
         segments, storages, signs = np.array(self.events, dtype=np.int64).T
-        return segments, signs, np.array(self.sizes, dtype=np.float64)[storages], np.array(self.owners)[storages]
+        sizes = np.array(self.sizes, dtype=np.float64)
+        owners = np.array(self.owners)
+        return segments, signs, sizes[storages], owners[storages]
 
     @cached_property
     def dropped(self) -> float:
@@ -89,9 +93,11 @@ class Tape:
         segments, signs, sizes, owners = self._columns
         roles = np.array([role for role, _ in self.keys])
         layers = np.array([layer for _, layer in self.keys])
-        freed = (signs < 0) & np.isin(roles[segments], ("head", "loss")) & (roles[owners] == "start")
+        freed_between = (signs < 0) & np.isin(roles[segments], ("head", "loss"))
+        of_masks = roles[owners] == "start"
         # what has the size of a layer's tensors may be its input, which backward needs
-        return float(sizes[freed & ~np.isin(sizes, sizes[layers[segments] >= 0])].sum())
+        may_be_input = np.isin(sizes, sizes[layers[segments] >= 0])
+        return float(sizes[freed_between & of_masks & ~may_be_input].sum())
 
     @cached_property
     def _events_of(self) -> list[tuple[Any, Any, Any]]:
@@ -100,45 +106,55 @@ class Tape:
         layers = np.array([layer for _, layer in self.keys])
         # events are in order of time
         edges = [int(np.searchsorted(segments, number)) for number in range(len(self.keys) + 1)]
-        ranges = [slice(start, stop) for start, stop in pairwise(edges)]
-        return [(signs[each], sizes[each], layers[owners[each]]) for each in ranges]
+        events = []
+        for start, stop in pairwise(edges):
+            own = slice(start, stop)
+            events.append((signs[own], sizes[own], layers[owners[own]]))
+        return events
 
     @cached_property
-    def _levels_of_layers(self) -> dict[bool, dict[tuple[str, int], Floats]]:
-        """The levels of the layers' segments, which are the same however often a layer is there."""
-        found: dict[bool, dict[tuple[str, int], Floats]] = {False: {}, True: {}}
-        for key, (signs, sizes, _) in zip(self.keys, self._events_of, strict=True):
-            if key[1] >= 0:
-                for accumulating, levels in found.items():
-                    levels[key] = _level(signs, sizes, accumulating)
-        return found
+    def _levels_of_layers(self) -> dict[bool, Levels]:
+        """The levels of the layers' segments, which are the same however often a layer is there, by whether gradients
+        accumulate."""
+        alone: Levels = {}
+        accumulated: Levels = {}
+        for (role, layer), (signs, sizes, _) in zip(self.keys, self._events_of, strict=True):
+            if layer >= 0:
+                alone[role, layer] = _level(signs, sizes, accumulating=False)
+                accumulated[role, layer] = _level(signs, sizes, accumulating=True)
+        return {False: alone, True: accumulated}
 
-    def levels(self, times: Floats, *, accumulating: bool) -> dict[tuple[str, int], Floats]:
+    def levels(self, times: Floats, *, accumulating: bool) -> Levels:
         """The change, the highest level and the new gradients of each segment, in bytes.
 
         ``times``: how often a storage is there, by the recorded layer that allocated it (at the end, all others). It
         counts outside the layers: a cache of casts that they fill is freed by one segment, for every real layer.
         """
-        found = dict(self._levels_of_layers[accumulating])
-        for key, (signs, sizes, owners) in zip(self.keys, self._events_of, strict=True):
-            if key[1] < 0:
-                found[key] = _level(signs, sizes * times[owners], accumulating)
-        return found
+        levels = dict(self._levels_of_layers[accumulating])
+        for (role, layer), (signs, sizes, owners) in zip(self.keys, self._events_of, strict=True):
+            if layer < 0:
+                levels[role, layer] = _level(signs, sizes * times[owners], accumulating=accumulating)
+        return levels
 
     def work(self, times: Floats) -> Floats:
         """The sums over the segments, in the order of `WORK`."""
-        rows = [[getattr(each, name) * times[each.layer] for each in self.segments] for name in WORK]
+        rows = []
+        for name in WORK:
+            rows.append([getattr(segment, name) * times[segment.layer] for segment in self.segments])
         return np.array(rows, dtype=np.float64).sum(axis=1)
 
 
-def _level(signs: Any, sizes: Floats, accumulating: bool) -> Floats:
+def _level(signs: Any, sizes: Floats, *, accumulating: bool) -> Floats:
     """The change, the highest level and the new gradients of a segment, in bytes.
 
     ``signs``: of its events, see `Tape.events`; ``accumulating``: a new gradient is freed once it is added to another.
     """
-    changes, landed = sizes * signs, np.where(signs == 0, sizes, 0.0)
-    rises = changes - landed if accumulating else changes
-    return np.array([changes.sum(), np.cumsum(rises).max(initial=0.0), landed.sum()])
+    changes = sizes * signs
+    gradients = np.where(signs == 0, sizes, 0.0)
+    rises = changes
+    if accumulating:
+        rises = changes - gradients
+    return np.array([changes.sum(), np.cumsum(rises).max(initial=0.0), gradients.sum()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,68 +185,107 @@ class Step:
 
     def part(self, start: int, stop: int) -> Step:
         """The step on a card of a split model: its layers and, if it is the first, all other segments."""
-        found, before = [], 0
-        for recording, layer_of in self.runs:
-            found.append((recording, layer_of[max(start - before, 0) : max(stop - before, 0)]))
+        runs = []
+        before = 0
+        for tape, layer_of in self.runs:
+            own = layer_of[max(start - before, 0) : max(stop - before, 0)]
+            if own:
+                runs.append((tape, own))
             before += len(layer_of)
-        return Step(tuple(run for run in found if run[1]), self.layers_only or start > 0)
+        return Step(tuple(runs), self.layers_only or start > 0)
 
     @cached_property
     def _times(self) -> list[Floats]:
         """For each run the number of each recorded layer, and 1 or 0 for the segments outside the layers."""
-        return [
-            np.array([*map(layer_of.count, range(recording.layers)), run == 0], dtype=np.float64)
-            for run, (recording, layer_of) in enumerate(self.runs)
-        ]
+        times = []
+        for number, (tape, layer_of) in enumerate(self.runs):
+            of_layers = [layer_of.count(layer) for layer in range(tape.layers)]
+            outside = 1 if number == 0 else 0
+            times.append(np.array([*of_layers, outside], dtype=np.float64))
+        return times
 
     def peak(self, *, accumulating: bool = False) -> Peak:
         """The peak of the step; ``accumulating``: new gradients are added to those of earlier micro-batches."""
-        first, nothing = self.runs[0][0], np.zeros(3)  # a layer of which nothing needs a gradient
-        found = [
-            recording.levels(times, accumulating=accumulating)
-            for (recording, _), times in zip(self.runs, self._times, strict=True)
-        ]
-        # of other runs, segments outside the layers free storages of their layers
-        outside = {
-            key: level + sum(more.get(key, nothing) * (1, 0, 1) for more in found[1:])
-            for key, level in found[0].items()
-            if key[1] < 0
-        }
-        rows: list[tuple[str, Floats]] = []
+        first_tape = self.runs[0][0]
+        of_runs: list[Levels] = []
+        for (tape, _), times in zip(self.runs, self._times, strict=True):
+            of_runs.append(tape.levels(times, accumulating=accumulating))
+        outside = _outside_the_layers(of_runs)
+        roles: list[str] = []  # of the segments of the real model, in order of time
+        rows: list[Floats] = []  # their levels
         for role in ROLES:
-            if role not in _OF_LAYERS:
-                rows += [(role, outside[role, -1])] if (role, -1) in outside and not self.layers_only else []
-            elif any(role == own for levels in found for own, _ in levels):
-                layers = [
-                    (role, levels.get((role, layer), nothing))
-                    for levels, (_, layer_of) in zip(found, self.runs, strict=True)
-                    for layer in layer_of
-                ]
-                rows += layers[::-1] if role == "backward" else layers
-        change, highest, landed = np.array([level for _, level in rows]).T
-        # a card with layers only has copies of the results of embeddings and masks, which go with those of the first
-        # card: its own segments free them
-        start = max(0.0, outside["start", -1][0]) if self.layers_only else 0.0
-        kept = start + np.cumsum(change - landed) - (change - landed)
+            if role in _OF_LAYERS:
+                levels = self._in_every_layer(role, of_runs)
+            elif role in outside and not self.layers_only:
+                levels = [outside[role]]
+            else:
+                levels = []
+            rows += levels
+            roles += [role] * len(levels)
+        change, highest, new_gradients = np.array(rows).T
+        start = 0.0
+        if self.layers_only:
+            # a card with layers only has copies of the results of embeddings and masks, which go with those of the
+            # first card: its own segments free them
+            start = max(0.0, outside["start"][0])
+        activations = change - new_gradients
+        kept = start + np.cumsum(activations) - activations
         most_kept = kept.max()  # one that waits between its passes for another card still has its masks
         if self.layers_only:
-            kept -= np.array([first.dropped if role == "backward" else 0.0 for role, _ in rows])
-        all_gradients = float(landed.sum())
-        gradients = np.full_like(landed, all_gradients) if accumulating else np.cumsum(landed) - landed
-        levels = kept + gradients + highest
+            kept -= np.array([first_tape.dropped if role == "backward" else 0.0 for role in roles])
+        all_gradients = float(new_gradients.sum())
+        if accumulating:
+            gradients = np.full_like(new_gradients, all_gradients)
+        else:
+            gradients = np.cumsum(new_gradients) - new_gradients
+        level = kept + gradients + highest
         by_role: dict[str, float] = {}
-        for (role, _), level in zip(rows, levels.tolist(), strict=True):
-            by_role[role] = max(level, by_role.get(role, level))
-        at = levels.argmax()
-        values = {"total": levels[at], "kept": kept[at], "most_kept": most_kept, "gradients": gradients[at]}
-        exact = {name: float(value) for name, value in values.items()}
-        return Peak(by_role=by_role, all_gradients=all_gradients, **exact)
+        for role, reached in zip(roles, level.tolist(), strict=True):
+            by_role[role] = max(reached, by_role.get(role, reached))
+        at = level.argmax()
+        return Peak(
+            total=float(level[at]),
+            kept=float(kept[at]),
+            most_kept=float(most_kept),
+            gradients=float(gradients[at]),
+            by_role=by_role,
+            all_gradients=all_gradients,
+        )
+
+    def _in_every_layer(self, role: str, of_runs: Sequence[Levels]) -> list[Floats]:
+        """The levels of every real layer in this role, in order of time; empty: the step has no such pass."""
+        if not any(role == recorded for levels in of_runs for recorded, _ in levels):
+            return []
+        nothing = np.zeros(3)  # a layer of which nothing needs a gradient
+        layers = []
+        for levels, (_, layer_of) in zip(of_runs, self.runs, strict=True):
+            layers += [levels.get((role, layer), nothing) for layer in layer_of]
+        if role == "backward":
+            layers.reverse()
+        return layers
 
     def work(self) -> tuple[float, ...]:
         """The work of one step, recomputation included, in the order of `WORK`."""
-        times = [np.append(each[:-1], 0.0) if self.layers_only else each for each in self._times]
-        rows = [recording.work(each) for (recording, _), each in zip(self.runs, times, strict=True)]
-        return tuple(map(float, sum(rows)))
+        total = np.zeros(len(WORK))
+        for (tape, _), times in zip(self.runs, self._times, strict=True):
+            if self.layers_only:
+                times = np.append(times[:-1], 0.0)
+            total += tape.work(times)
+        return tuple(total.tolist())
+
+
+def _outside_the_layers(of_runs: Sequence[Levels]) -> dict[str, Floats]:
+    """The levels of the segments outside the layers, by role: those of the first run, where segments of the other runs
+    free storages of their layers."""
+    first, *others = of_runs
+    outside = {}
+    for (role, layer), level in first.items():
+        if layer < 0:
+            for other in others:
+                if (role, layer) in other:
+                    level = level + other[role, layer] * (1, 0, 1)  # the change and the gradients, not the highest
+            outside[role] = level
+    return outside
 
 
 # ---- weights and optimizers -------------------------------------------------------------------------------------
@@ -258,9 +313,14 @@ class Weight:
     @property
     def loading(self) -> int:
         """Most bytes beside its own while it is loaded: in 16 bits before it is packed, and its parts."""
-        if self.elements * self.itemsize > self.nbytes:  # quantised
-            return 4 * self.elements - self.nbytes if self.fused else 2 * self.elements
-        return self.nbytes if self.fused else 0
+        is_quantised = self.elements * self.itemsize > self.nbytes
+        if is_quantised and self.fused:
+            return 4 * self.elements - self.nbytes
+        if is_quantised:
+            return 2 * self.elements
+        if self.fused:
+            return self.nbytes
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,20 +341,27 @@ class Optimizer:
 
     def kept(self, trained: Iterable[Weight]) -> int:
         """Bytes of state, on the card or the host."""
+        return self.states * sum(self._of_a_state(tensor) * tensor.count for tensor in trained)
 
-        def one(tensor: Weight) -> int:
-            if self.bits == 8 and tensor.elements >= 4096:
-                return tensor.elements + 4 * -(-tensor.elements // 256)
-            return tensor.elements * (4 if self.bits else tensor.itemsize)
-
-        return self.states * sum(one(tensor) * tensor.count for tensor in trained)
+    def _of_a_state(self, tensor: Weight) -> int:
+        if not self.bits:
+            return tensor.elements * tensor.itemsize
+        if self.bits == 8 and tensor.elements >= 4096:
+            constants = -(-tensor.elements // 256)
+            return tensor.elements + 4 * constants
+        return 4 * tensor.elements
 
     def taken(self, trained: Sequence[Weight]) -> float:
+        """Bytes of temporary memory in a step."""
         if not self.on_cpu:
             return float(self.copies * sum(tensor.gradient for tensor in trained))
-        floats = self.states + 4 if self.bits == 8 else 0
-        of_one = (each.elements * (3 * self.copies * each.itemsize + 4 * floats) for each in trained)
-        return float(max(of_one, default=0))
+        floats = 0  # copies in float32
+        if self.bits == 8:
+            floats = self.states + 4
+        most = 0
+        for tensor in trained:
+            most = max(most, tensor.elements * (3 * self.copies * tensor.itemsize + 4 * floats))
+        return float(most)
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -331,23 +398,32 @@ class Weights:
     def total(cls, tensors: Iterable[Weight], layer_of: Sequence[int]) -> Weights:
         """The sums over the tensors of the recorded layers, each as often as the real model has such a layer."""
         parts = {"weights": 0, "quantisation constants": 0, "adapters": 0, "checksums": 0}
-        trained, parameters, loading = [], 0, 0
-        streams, sizes = dict.fromkeys(layer_of, 0), dict.fromkeys(layer_of, 0)
+        trained = []
+        parameters = loading = 0
+        streamed_bytes = dict.fromkeys(layer_of, 0)  # by recorded layer
+        sizes = dict.fromkeys(layer_of, 0)  # parameters, by recorded layer
         for tensor in tensors:
-            count = 1 if tensor.layer < 0 else layer_of.count(tensor.layer)
+            count = 1
+            if tensor.layer >= 0:
+                count = layer_of.count(tensor.layer)
             parts[tensor.part] += tensor.nbytes * count
-            if tensor.streams and tensor.layer in streams:
-                streams[tensor.layer] += tensor.nbytes
             if tensor.layer in sizes:
                 sizes[tensor.layer] += tensor.elements
+                if tensor.streams:
+                    streamed_bytes[tensor.layer] += tensor.nbytes
             if tensor.trained and count:
                 trained.append(replace(tensor, count=count))
             if tensor.part == "weights":
                 parameters += tensor.elements * count
                 loading = max(loading, tensor.loading)
-        more: dict[str, Any] = {"trained": tuple(trained), "streams": tuple(streams[layer] for layer in layer_of)}
-        more["largest_layer"] = max(sizes.values(), default=0)
-        return cls(parts=parts, parameters=parameters, loading=loading, **more)
+        return cls(
+            parts=parts,
+            trained=tuple(trained),
+            parameters=parameters,
+            loading=loading,
+            streams=tuple(streamed_bytes[layer] for layer in layer_of),
+            largest_layer=max(sizes.values(), default=0),
+        )
 
     def streamed(self, count: int) -> list[int]:
         """The bytes in host memory of each layer where so many are streamed."""
@@ -358,7 +434,9 @@ class Weights:
         if not count:
             return dict(self.parts)
         sizes = self.streamed(count)
-        buffers = sum(max(sizes[first::LAYER_BUFFERS_A_CARD]) for first in range(min(count, LAYER_BUFFERS_A_CARD)))
+        buffers = 0
+        for first in range(min(count, LAYER_BUFFERS_A_CARD)):  # layers take the buffers by turns
+            buffers += max(sizes[first::LAYER_BUFFERS_A_CARD])
         resident = self.parts["weights"] - sum(sizes)
         return {**self.parts, "weights": resident, "buffers of streamed layers": buffers}
 
@@ -369,7 +447,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The speed of a card: a matrix product of n operations takes ``n / products + each`` seconds.
+    """The speed of a card: a matrix product of n operations takes ``n / products + per_product`` seconds.
 
     The defaults are for an RX 7900 XT, on which no training step has been published. 77 TFLOPS in bfloat16 at best
     (zzc0721/torch-performance-test-data, through ZLUDA); the time of each product brings the estimates for the two
@@ -382,7 +460,7 @@ class Rates:
 
     known: bool = True
     products: float = 77e12  # floating point operations a second of a large product in bfloat16
-    each: float = 93e-6  # additional seconds per product
+    per_product: float = 93e-6  # additional seconds
     unpacked: float = 45e9  # elements of 4-bit weights dequantised to bfloat16 a second
     least: float = 0.6  # bounds of the true speed as shares of the estimate
     most: float = 1.2
@@ -390,7 +468,7 @@ class Rates:
 
 #: Cards with rates of their own. XTX: the time of a product that brings the estimates for the two published steps of
 #: Qwen2.5-3B on one (`benchmarks/plan_published.py`) to what was measured; its bounds, for other models, are chosen.
-RATES_OF = {"7900 xtx": Rates(each=75e-6, least=0.7, most=1.3)}
+RATES_OF = {"7900 xtx": Rates(per_product=75e-6, least=0.7, most=1.3)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,7 +493,9 @@ class CardMemory:
     @property
     def margin(self) -> float:
         """Bytes that a choice should leave free: `TIGHT`, or a share of a limit that is smaller than any card."""
-        return TIGHT if self.usable >= 4 * GIB else self.usable / 64
+        if self.usable < 4 * GIB:
+            return self.usable / 64
+        return TIGHT
 
     @property
     def room(self) -> float:
@@ -448,12 +528,21 @@ class Case:
     @property
     def content(self) -> str:
         """``packed``; ``plain`` for a single sequence, which needs no padding; else ``padded``."""
-        return "packed" if self.packing else "plain" if self.shape[0] == 1 else "padded"
+        if self.packing:
+            return "packed"
+        if self.shape[0] == 1:
+            return "plain"
+        return "padded"
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows = self.micro_batch * (2 if self.trainer == "dpo" else 1)  # chosen and rejected
-        return (1, rows * self.length) if self.packing else (rows, self.length)
+        """Rows and columns of the tensors of a micro-batch."""
+        rows = self.micro_batch
+        if self.trainer == "dpo":  # chosen and rejected
+            rows *= 2
+        if self.packing:
+            return (1, rows * self.length)
+        return (rows, self.length)
 
     @property
     def evaluated(self) -> Case:
@@ -463,11 +552,16 @@ class Case:
 
 def describe(case: Mapping[str, Any]) -> str:
     """A `Case`, by the names of its fields."""
-    how = f"activations {'recomputed' if case['checkpointing'] else 'kept'}"
     if case["recompute"] is not None:
-        how = "{} layers recomputed whole and {} selectively".format(*case["recompute"])
-    streams = f", {case['streamed']} layers streamed" if case["streamed"] else ""
-    return f"micro-batch {case['micro_batch']} x {case['accumulation']} accumulated, {how}{streams}"
+        activations = "{} layers recomputed whole and {} selectively".format(*case["recompute"])
+    elif case["checkpointing"]:
+        activations = "activations recomputed"
+    else:
+        activations = "activations kept"
+    description = f"micro-batch {case['micro_batch']} x {case['accumulation']} accumulated, {activations}"
+    if case["streamed"]:
+        description += f", {case['streamed']} layers streamed"
+    return description
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,17 +601,26 @@ class Estimate:
 
 
 def missing(option: Estimate) -> str:
-    of_card = f"{-option.spare / GIB:.1f} GiB are missing on the card" if option.spare < 0 else ""
-    of_host = f"{option.host_missing / GIB:.1f} GiB of host memory for streamed weights" if option.host_missing else ""
-    return f"{of_card} and {of_host}" if of_card and of_host else of_card or f"{of_host} are missing"
+    """What an option that does not fit lacks, of the card, of the host, or of both."""
+    of_card = f"{-option.spare / GIB:.1f} GiB are missing on the card"
+    of_host = f"{option.host_missing / GIB:.1f} GiB of host memory for streamed weights"
+    if not option.host_missing:
+        return of_card
+    if option.spare < 0:
+        return f"{of_card} and {of_host}"
+    return f"{of_host} are missing"
 
 
 def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
-    weights, step = variant.weights, variant.trace(case)
+    """Memory and speed of a case: what the card holds during the whole step, and the highest moment above that."""
+    weights = variant.weights
+    step = variant.trace(case)
     peak = step.peak(accumulating=case.accumulation > 1)
-    state = 0 if variant.optimizer.paged else variant.optimizer.kept(weights.trained)
     on_card = weights.on_card(case.streamed)
-    parts = {name: float(nbytes) for name, nbytes in on_card.items()} | {"optimizer state": float(state)}
+    parts = {name: float(nbytes) for name, nbytes in on_card.items()}
+    parts["optimizer state"] = 0.0
+    if not variant.optimizer.paged:
+        parts["optimizer state"] = float(variant.optimizer.kept(weights.trained))
     copied = 0
     if case.trainer != "sft" and variant.name == "full":  # the reference of DPO and KTO is a second model
         copied = weights.parts["weights"] + weights.parts["quantisation constants"]
@@ -525,27 +628,41 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
     if case.cards > 1:
         parts["gradient buckets"] = weights.gradients
     held = sum(parts.values())
-    others = (case.flights - 1) * peak.most_kept  # an upper bound: each at its highest
-    moments = {f"{role} pass" if role in _OF_LAYERS else role: held + others + at for role, at in peak.by_role.items()}
+    others_in_flight = (case.flights - 1) * peak.most_kept  # an upper bound: each at its highest
+
+    moments: dict[str, float] = {}
+    for role, level in peak.by_role.items():
+        moment = f"{role} pass" if role in _OF_LAYERS else role
+        moments[moment] = held + others_in_flight + level
     moments["optimizer step"] = held + peak.all_gradients + variant.optimizer.taken(weights.trained)
     moments["loading"] = copied + on_card["weights"] + on_card["quantisation constants"] + weights.loading
     if case.eval_batch:
         moments["evaluation"] = held + variant.trace(case.evaluated).peak().total
-    highest = max(moments, key=lambda name: moments[name])
-    kept = gradients = 0.0
+    highest = max(moments, key=lambda moment: moments[moment])
+
     if highest == "optimizer step":
-        gradients = peak.all_gradients
-    elif highest not in ("loading", "evaluation"):
-        kept, gradients = peak.kept + others, peak.gradients
-    at_peak = {"gradients": gradients, "activations kept": kept}
-    at_peak["working memory"] = moments[highest] - held - kept - gradients
-    slack = SLACK_SHARE * sum(at_peak.values()) + SLACK_FLOOR
-    around = {"allocator slack": slack, "context": float(card.context), "desktop": float(card.desktop)}
-    parts |= at_peak | around
+        gradients, kept = peak.all_gradients, 0.0
+    elif highest in ("loading", "evaluation"):
+        gradients, kept = 0.0, 0.0
+    else:
+        gradients, kept = peak.gradients, peak.kept + others_in_flight
+    working = moments[highest] - held - kept - gradients
+    parts["gradients"] = gradients
+    parts["activations kept"] = kept
+    parts["working memory"] = working
+    parts["allocator slack"] = SLACK_SHARE * (gradients + kept + working) + SLACK_FLOOR
+    parts["context"] = float(card.context)
+    parts["desktop"] = float(card.desktop)
     total = sum(parts.values())
+    spare = card.usable - total
+    host_missing = 0.0
+    if case.streamed and card.host:
+        host_missing = max(0.0, sum(host(variant, case).values()) - card.host)
+
     seconds = _seconds(case, step, float(weights.parts["weights"]), card)
     visiting = weights.visiting(case.streamed)
-    seconds |= {"waiting for streamed weights": max(0.0, visiting / card.link - sum(seconds.values()))}
+    seconds["waiting for streamed weights"] = max(0.0, visiting / card.link - sum(seconds.values()))
+    all_seconds = sum(seconds.values())
     return Estimate(
         variant=variant.name,
         case=case,
@@ -553,13 +670,13 @@ def estimate(variant: Variant, case: Case, card: CardMemory) -> Estimate:
         moment=highest,
         moments=moments,
         total=total,
-        spare=card.usable - total,
-        tight=0 <= card.usable - total < card.margin,
-        roomy=card.usable - total >= card.room,
-        tokens_per_second=case.cards * case.micro_batch * case.length / sum(seconds.values()),
-        shares={name: each / sum(seconds.values()) for name, each in seconds.items()},
+        spare=spare,
+        tight=0 <= spare < card.margin,
+        roomy=spare >= card.room,
+        tokens_per_second=case.cards * case.micro_batch * case.length / all_seconds,
+        shares={cause: of_cause / all_seconds for cause, of_cause in seconds.items()},
         visiting=visiting * case.accumulation,
-        host_missing=max(0.0, sum(host(variant, case).values()) - card.host) if case.streamed and card.host else 0.0,
+        host_missing=host_missing,
     )
 
 
@@ -570,14 +687,17 @@ def _seconds(case: Case, step: Step, weights: float, card: CardMemory) -> dict[s
     """
     flops, written, launches, products, unpacked = step.work()
     rates = card.rates
-    again = case.recompute[0] / step.layers if case.recompute else case.checkpointing
-    moved = MOVED_PER_WRITTEN * written + (2 + again) * weights
+    read_again = float(case.checkpointing)
+    if case.recompute:
+        read_again = case.recompute[0] / step.layers
+    moved = MOVED_PER_WRITTEN * written + (2 + read_again) * weights
     seconds = {
-        "matrix products": flops / rates.products + products * rates.each,
+        "matrix products": flops / rates.products + products * rates.per_product,
         "4-bit weights": unpacked / rates.unpacked,
         "memory traffic": moved / (BANDWIDTH_SHARE * card.bandwidth),
     }
-    return seconds | {"waiting for launches": max(0.0, launches * LAUNCH - sum(seconds.values()))}
+    seconds["waiting for launches"] = max(0.0, launches * LAUNCH - sum(seconds.values()))
+    return seconds
 
 
 def fastest(options: Iterable[Estimate]) -> Estimate | None:
@@ -587,21 +707,26 @@ def fastest(options: Iterable[Estimate]) -> Estimate | None:
     If none leaves the room, the same of those that leave the margin; if none leaves that, the option that leaves most.
     A mix of recomputation must be faster by `MIX_GAIN`.
     """
-    fitting = [each for each in options if each.fits]
-    offered = roomiest(fitting, lambda each: each)
-    plain = max((each.tokens_per_second for each in offered if not each.case.recompute), default=0.0)
-    offered = [each for each in offered if not each.case.recompute or each.tokens_per_second * (1 - MIX_GAIN) > plain]
-    best = max((each.tokens_per_second for each in offered), default=0.0)
-    equals = [each for each in offered if each.tokens_per_second >= best * (1 - NEAR)]
-    if any(each.tight for each in equals):
-        return max(fitting, key=lambda each: each.spare)
-    return min(equals, key=lambda each: (each.case.micro_batch, -each.spare), default=None)
+    fitting = [option for option in options if option.fits]
+    offered = roomiest(fitting, lambda option: option)
+    without_mix = max((option.tokens_per_second for option in offered if not option.case.recompute), default=0.0)
+    worth = [
+        option
+        for option in offered
+        if not option.case.recompute or option.tokens_per_second * (1 - MIX_GAIN) > without_mix
+    ]
+    fastest_rate = max((option.tokens_per_second for option in worth), default=0.0)
+    nearly = [option for option in worth if option.tokens_per_second >= fastest_rate * (1 - NEAR)]
+    if any(option.tight for option in nearly):
+        return max(fitting, key=lambda option: option.spare)
+    return min(nearly, key=lambda option: (option.case.micro_batch, -option.spare), default=None)
 
 
 def roomiest(fitting: Sequence[T], option_of: Callable[[T], Estimate]) -> Sequence[T]:
     """Those that leave the card's room; if there are none, those that leave its margin; else all."""
-    roomy = [each for each in fitting if option_of(each).roomy]
-    return roomy or [each for each in fitting if not option_of(each).tight] or fitting
+    with_room = [candidate for candidate in fitting if option_of(candidate).roomy]
+    with_margin = [candidate for candidate in fitting if not option_of(candidate).tight]
+    return with_room or with_margin or fitting
 
 
 def little_room(spare: float, card: CardMemory) -> str | None:
@@ -635,7 +760,9 @@ def host(variant: Variant, case: Case, *, workers: int = 0) -> dict[str, float]:
     if variant.optimizer.paged:
         parts["paged optimizer state"] = float(case.cards * state)
     if case.streamed:
-        copies = case.cards if variant.name == "qlora" else 1
+        copies = 1
+        if variant.name == "qlora":
+            copies = case.cards
         parts["streamed layers"] = float(copies * sum(variant.weights.streamed(case.streamed)))
     if workers:
         parts["data loader workers"] = float(case.cards * workers * WORKER_BYTES)

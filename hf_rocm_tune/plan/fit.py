@@ -6,7 +6,7 @@ plan = plan_for(PlanRequest(model="Qwen/Qwen3-8B"), card=card_memory(name="rx790
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -64,13 +64,13 @@ class Recordings:
         """The model with few layers; with all layers, which takes longer, if its layers depend on their number."""
         from hf_rocm_tune.plan.sample import build
 
-        found = build(self.config, self.request, self.method)
+        sample = build(self.config, self.request, self.method)
         try:
-            _record(found, self._probe)  # not kept: a first step may cast biases for good and fill caches
+            _record(sample, self._probe)  # not kept: a first step may cast biases for good and fill caches
         except UsageError:
-            found = build(self.config, self.request, self.method, whole=True)
-            _record(found, self._probe)
-        return found
+            sample = build(self.config, self.request, self.method, whole=True)
+            _record(sample, self._probe)
+        return sample
 
     @cached_property
     def can_checkpoint(self) -> bool:
@@ -88,7 +88,7 @@ class Recordings:
 
     def part(self, start: int, stop: int) -> Variant:
         """A card of a split: these layers and, if it is the first, all else."""
-        held = (each for each in self.weights if start == 0 or each.layer >= 0)
+        held = [weight for weight in self.weights if start == 0 or weight.layer >= 0]
         weights = Weights.total(held, self.sample.layer_of[start:stop])
         return replace(self.variant, weights=weights, trace=lambda case: self(case).part(start, stop))
 
@@ -103,30 +103,45 @@ class Recordings:
         layers = list(self.sample.layers)
         if not self.can_checkpoint or layers_of(self.sample.base) != layers:
             return False
-        if sum(role == "backward" for role, _ in self._recording(self._probe).keys) < len(layers):
+        backwards = [layer for role, layer in self._recording(self._probe).keys if role == "backward"]
+        if len(backwards) < len(layers):
             return False
-        with suppress(UsageError):  # results that are changed in place cannot be kept
+        try:
             self._recording(replace(self._probe, checkpointing=True, recompute=(0, len(self.sample.layer_of))))
-            return True
-        return False
+        except UsageError:  # results that are changed in place cannot be kept
+            return False
+        return True
 
     def __call__(self, case: Case) -> Step:
+        """The recorded step of a case; a mix of recomputation is a run of layers for each kind."""
         layer_of = self.sample.layer_of
         if case.recompute is None:
             return Step(((self._recording(case), layer_of),))
-        whole, some = case.recompute[0], sum(case.recompute)
-        plain = replace(case, recompute=None)
-        runs = (
-            (plain, layer_of[:whole]),
-            (replace(case, recompute=(0, len(layer_of))), layer_of[whole:some]),
-            (replace(plain, checkpointing=False), layer_of[some:]),
-        )
-        return Step(tuple((self._recording(each), layers) for each, layers in runs if layers))
+        whole_until, selective_until = case.recompute[0], sum(case.recompute)
+        whole = replace(case, recompute=None)
+        selective = replace(case, recompute=(0, len(layer_of)))
+        kept = replace(whole, checkpointing=False)
+        runs = []
+        for alike, layers in (
+            (whole, layer_of[:whole_until]),
+            (selective, layer_of[whole_until:selective_until]),
+            (kept, layer_of[selective_until:]),
+        ):
+            if layers:
+                runs.append((self._recording(alike), layers))
+        return Step(tuple(runs))
 
     def _recording(self, case: Case) -> Tape:
         """Of a case that recomputes all layers alike."""
-        how = "selective" if case.recompute else "whole" if case.checkpointing else "none"
-        key = (case.content, "evaluation" if case.evaluation else how, *case.shape)
+        if case.evaluation:
+            recomputation = "evaluation"
+        elif case.recompute:
+            recomputation = "selective"
+        elif case.checkpointing:
+            recomputation = "whole"
+        else:
+            recomputation = "none"
+        key = (case.content, recomputation, *case.shape)
         if key not in self.recorded:
             self.recorded[key] = _record(self.sample, case)
         return self.recorded[key]
@@ -152,51 +167,58 @@ class Plan:
     @cached_property
     def every(self) -> tuple[Estimate, ...]:
         """Every case, also those that cannot fit this card: a part of their layers may."""
-        grids = (grid_of(each, self.card, self.request) for each in self.recordings.values())
-        return tuple(one for grid in grids for one in grid)
+        grid: list[Estimate] = []
+        for recordings in self.recordings.values():
+            grid += grid_of(recordings, self.card, self.request)
+        return tuple(grid)
 
     @property
     def variants(self) -> dict[str, Variant]:
-        return {method: each.variant for method, each in self.recordings.items()}
+        return {method: recordings.variant for method, recordings in self.recordings.items()}
 
     @cached_property
     def choice(self) -> Estimate | None:
         """The fastest case that fits, at the wanted length and batch, with its evaluation; None if none fits."""
-        found = fastest(self.grid)
-        return found and self.with_evaluation(found)
+        option = fastest(self.grid)
+        if option is None:
+            return None
+        return self.with_evaluation(option)
 
     @cached_property
     def nearest(self) -> Estimate:
-        return self.choice or min(self.grid, key=lambda each: each.total)
+        """The choice; where nothing fits, the case that takes least."""
+        return self.choice or min(self.grid, key=lambda option: option.total)
 
-    def with_evaluation(self, found: Estimate) -> Estimate:
+    def with_evaluation(self, option: Estimate) -> Estimate:
         """A case with the largest evaluation batch up to TRL's default that needs no more than the training step."""
-        if not self.request.evaluates or found.case.eval_batch:
-            return found
+        if not self.request.evaluates or option.case.eval_batch:
+            return option
         for size in (8, 4, 2, 1):
-            case = replace(found.case, eval_batch=size)
+            case = replace(option.case, eval_batch=size)
             with suppress(UsageError):
-                other = estimate(self.variants[found.variant], case, self.card)
-                if other.moments["evaluation"] <= found.allocated or size == 1:
-                    return other
-        return found
+                evaluating = estimate(self.variants[option.variant], case, self.card)
+                if evaluating.moments["evaluation"] <= option.allocated or size == 1:
+                    return evaluating
+        return option
 
     def longest(self, method: str) -> int | None:
         """The longest sequence that fits with micro-batch 1 and checkpointing; None: none, or too long to record."""
         recordings = self.recordings[method]
-        streamed = self.layers if self.nearest.case.streamed else 0
-        short = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint, streamed=streamed)
-
-        def spare(length: int) -> float:
-            return estimate(recordings.variant, replace(short, length=length), self.card).spare
-
-        if max(len(each.events) for each in recordings.recorded.values()) > _MANY_EVENTS:
+        case = replace(_case(self.request, 1, 2), checkpointing=recordings.can_checkpoint)
+        if self.nearest.case.streamed:
+            case = replace(case, streamed=self.layers)
+        if max(len(tape.events) for tape in recordings.recorded.values()) > _MANY_EVENTS:
             return None
+
+        def spare(steps: int) -> float:
+            longer = replace(case, length=steps * LENGTH_STEP)
+            return estimate(recordings.variant, longer, self.card).spare
+
+        most = max(LENGTH_STEP, longest_position(self.config) or LONGEST)
+        known = self.request.length // LENGTH_STEP
         with suppress(UsageError):
-            most = max(LENGTH_STEP, longest_position(self.config) or LONGEST)
-            known = self.request.length // LENGTH_STEP
-            found = _last_that_fits(lambda number: spare(number * LENGTH_STEP), most // LENGTH_STEP, known)
-            return LENGTH_STEP * found or None
+            steps = _last_that_fits(spare, most // LENGTH_STEP, known)
+            return LENGTH_STEP * steps or None
         return None
 
 
@@ -207,7 +229,8 @@ def _last_that_fits(spare: Callable[[int], float], most: int, known: int) -> int
     proportional to the length. ``known``: a number that is recorded already.
     """
     tried: dict[int, float] = {}
-    low, high, number = 0, most + 1, 1
+    low, high = 0, most + 1
+    number = 1
     while high - low > 1:
         tried[number] = spare(number)
         if tried[number] >= 0:
@@ -218,7 +241,7 @@ def _last_that_fits(spare: Callable[[int], float], most: int, known: int) -> int
         if low < known < high and known not in tried:
             number = known
         elif len(tried) > 1 and len(tried) % 3:  # else by halves, should the line mislead
-            first, second = sorted(tried, key=lambda each: abs(tried[each]))[:2]
+            first, second = sorted(tried, key=lambda candidate: abs(tried[candidate]))[:2]
             slope = (tried[second] - tried[first]) / (second - first)
             if slope < 0:
                 number = int(first - tried[first] / slope)
@@ -248,24 +271,27 @@ def plan_for(
     limit = longest_position(config)
     too_long = f"the model was made for {limit} tokens; {request.length} are more"
     if limit is not None and request.length > limit:
-        notes.append(f"{too_long}: planned for {limit}" if within_limit else too_long)
-        request = replace(request, length=limit) if within_limit else request
+        if within_limit:
+            notes.append(f"{too_long}: planned for {limit}")
+            request = replace(request, length=limit)
+        else:
+            notes.append(too_long)
     recordings: dict[str, Recordings] = {}
-    cases: list[Estimate] = []
+    grid: list[Estimate] = []
     refused: dict[str, UsageError] = {}
     for method in request.methods:
         try:
-            found = (known or {}).get(method) or Recordings(config, request, method)
+            of_method = (known or {}).get(method) or Recordings(config, request, method)
             try:
-                cases += grid_of(found, card, request, hopeless=request.cards > 1)
+                grid += grid_of(of_method, card, request, hopeless=request.cards > 1)
             except UsageError as error:
                 if not request.pictures:
                     raise
                 request = replace(request, pictures=())
-                found = Recordings(config, request, method)
-                cases += grid_of(found, card, request, hopeless=request.cards > 1)
+                of_method = Recordings(config, request, method)
+                grid += grid_of(of_method, card, request, hopeless=request.cards > 1)
                 notes.append(f"pictures cannot be counted for this architecture ({error}): only their tokens are")
-            recordings[method] = found
+            recordings[method] = of_method
         except UsageError as error:
             refused[method] = error
     if not recordings:
@@ -275,16 +301,17 @@ def plan_for(
         raise first
     if not request.triton and request.platform != "cpu":
         notes.append("planned without Triton's kernels, which do not run here: see `hf-rocm-tune doctor`")
-    notes += [f"{name}: {why}" for name, why in refused.items()]
-    notes += dict.fromkeys(note for each in recordings.values() for note in each.sample.notes)
-    made: dict[str, Any] = {"request": request, "config": config, "card": card, "recordings": recordings}
-    return Plan(grid=tuple(cases), notes=tuple(notes), **made)
+    notes += [f"{method}: {error}" for method, error in refused.items()]
+    for of_method in recordings.values():
+        notes += [note for note in of_method.sample.notes if note not in notes]
+    return Plan(request=request, config=config, card=card, grid=tuple(grid), recordings=recordings, notes=tuple(notes))
 
 
 def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[str]]:
     """The request with the methods that the weights in the files allow; quantised ones take adapters only."""
     if getattr(config, "quantization_config", None) is None:
         return request, []
+
     from hf_rocm_tune.models.quantised import checkpoint_bits, has_mxfp4
 
     try:
@@ -292,9 +319,11 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
     except UsageError as error:
         raise UsageError(str(error).replace("--load_in_4bit", "--method qlora")) from error
     excluded = "full" if bits else "qlora"
-    left = tuple(each for each in request.methods if each != excluded)
+    left = tuple(method for method in request.methods if method != excluded)
     if not left:
-        what = f"{bits}-bit in its files: only adapters can be trained" if bits else "bfloat16 when it is loaded"
+        what = "bfloat16 when it is loaded"
+        if bits:
+            what = f"{bits}-bit in its files: only adapters can be trained"
         raise UsageError(f"model {request.model} is {what}, not --method {excluded}; give --method lora")
     if bits is None:
         return replace(request, methods=left), ["its quantised weights become bfloat16 when they are loaded"]
@@ -302,7 +331,8 @@ def _as_quantised(request: PlanRequest, config: Any) -> tuple[PlanRequest, list[
         note = "its experts are in 4 bit in its files (MXFP4) and stay so, its other weights in 16"
         return replace(request, methods=("lora",)), [note]
     note = f"its weights are {bits}-bit in its files (bitsandbytes) and planned so, whatever the method"
-    return replace(request, methods=("qlora" if bits == 4 else "lora",)), [note]
+    method = "qlora" if bits == 4 else "lora"
+    return replace(request, methods=(method,)), [note]
 
 
 def _case(request: PlanRequest, size: int, length: int) -> Case:
@@ -311,7 +341,7 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
         length=length,
         checkpointing=True,
         packing=request.packing,
-        accumulation=max(1, request.each // size),
+        accumulation=max(1, request.per_card // size),
         cards=request.cards,
         trainer=request.trainer,
         eval_batch=request.eval_batch,
@@ -323,40 +353,75 @@ def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, *, h
 
     ``hopeless``: those too of which a smaller micro-batch is certain not to fit; recording them takes time.
     """
-    variant, layers = recordings.variant, len(recordings.sample.layer_of)
-    every = [request.micro_batch] if request.micro_batch else range(1, request.each + 1)
-    least = 2 if request.trainer == "kto" else 1  # its KL estimate pairs rows
-    sizes = [size for size in every if size >= least and request.each % size == 0]
-    hows = [how for how in (False, True) if request.checkpointing in (None, how) and how <= recordings.can_checkpoint]
-    if not hows:
-        raise UsageError("this architecture does not support checkpointing: leave it off")
-    grid: list[Estimate] = []
-    cases = [_case(request, size, request.length) for size in sizes]
+    variant = recordings.variant
+    layers = len(recordings.sample.layer_of)
+    cases = [_case(request, size, request.length) for size in _micro_batches(request)]
+    settings = _checkpointing_settings(recordings, request)
     if request.recompute is not None:
         from hf_rocm_tune.models.recompute import check
 
         check(request.recompute, layers if recordings.mixes else 0)
         return [estimate(variant, replace(case, recompute=request.recompute), card) for case in cases]
-    left = list(hows)
+    grid: list[Estimate] = []
+    left = settings  # those with which a larger micro-batch may fit
     for case in cases:
         try:
-            found = {how: estimate(variant, replace(case, checkpointing=how), card) for how in left}
+            options = {how: estimate(variant, replace(case, checkpointing=how), card) for how in left}
         except UsageError:
             if grid and request.pictures:  # the windows of so many pictures take too many operations to be recorded
                 break
             raise
-        grid += found.values()
-        if request.mixes and hows == [False, True] and True in found:
-            rooms = [room for room in card.rooms if found[True].spare >= room]
-            rooms = [room for room in rooms if False not in found or found[False].spare < room]
-            if rooms and recordings.mixes:
-                grid += _best_mix(variant, case, card, layers, rooms[0])
+        grid += options.values()
+        if request.mixes and settings == [False, True]:
+            room = _room_of_a_mix(options.get(False), options.get(True), card)
+            if room is not None and recordings.mixes:
+                grid += _best_mix(variant, case, card, layers, room)
         if not hopeless:
-            left = [how for how in left if not _is_far(found[how], variant) or (how and request.stream)]
-    if request.stream and not (request.stream == AUTO and any(each.fits for each in grid)):
-        cases = [each.case for each in grid if each.case.checkpointing and each.case.recompute is None]
-        return [_streamed(variant, case, card, request.stream) for case in cases]
-    return grid
+            left = [how for how in left if not _is_far(options[how], variant) or (how and request.stream)]
+    something_fits = any(option.fits for option in grid)
+    if not request.stream or (request.stream == AUTO and something_fits):
+        return grid
+    streamed = []
+    for option in grid:
+        if option.case.checkpointing and option.case.recompute is None:
+            streamed.append(_streamed(variant, option.case, card, request.stream))
+    return streamed
+
+
+def _micro_batches(request: PlanRequest) -> list[int]:
+    """The sizes to plan: the one that is asked for, or all that divide the rows of a card."""
+    sizes: Iterable[int] = range(1, request.per_card + 1)
+    if request.micro_batch:
+        sizes = [request.micro_batch]
+    least = 1
+    if request.trainer == "kto":  # its KL estimate pairs rows
+        least = 2
+    return [size for size in sizes if size >= least and request.per_card % size == 0]
+
+
+def _checkpointing_settings(recordings: Recordings, request: PlanRequest) -> list[bool]:
+    """Without checkpointing, with it, or both: what is asked for, where the architecture supports it."""
+    settings = [False, True]
+    if request.checkpointing is not None:
+        settings = [request.checkpointing]
+    if not recordings.can_checkpoint:
+        settings = [how for how in settings if not how]
+    if not settings:
+        raise UsageError("this architecture does not support checkpointing: leave it off")
+    return settings
+
+
+def _room_of_a_mix(without: Estimate | None, with_it: Estimate | None, card: CardMemory) -> float | None:
+    """The most bytes of the card's rooms that checkpointing leaves and its absence does not; None: there is no such.
+
+    ``without``: a case without checkpointing; None: it is certain not to fit.
+    """
+    if with_it is None:
+        return None
+    for room in card.rooms:
+        if with_it.spare >= room and (without is None or without.spare < room):
+            return room
+    return None
 
 
 def _is_far(option: Estimate, variant: Variant) -> bool:
@@ -365,30 +430,40 @@ def _is_far(option: Estimate, variant: Variant) -> bool:
 
 
 def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Estimate:
+    """The case with so many layers streamed; `AUTO`: as few as leave the card's room, or else its margin."""
+
     def at(streamed: int) -> Estimate:
         return estimate(variant, replace(case, streamed=streamed), card)
 
+    def fewest_that_leave(room: float) -> Estimate:
+        layers = len(variant.weights.streams)
+        counts = range(1, layers + 1)
+        position = bisect_left(counts, True, key=lambda streamed: at(streamed).spare >= room)
+        return at(min(layers, 1 + position))
+
     if count != AUTO:
         return at(count)
-    every = range(1, len(variant.weights.streams) + 1)
-
-    def leaving(room: float) -> Estimate:
-        return at(min(len(every), 1 + bisect_left(every, True, key=lambda n: at(n).spare >= room)))
-
-    found = leaving(card.room)  # more layers in host memory leave more of the card, if the host has it
-    return found if found.roomy and not found.host_missing else leaving(card.margin)
+    option = fewest_that_leave(card.room)  # more layers in host memory leave more of the card, if the host has it
+    if option.roomy and not option.host_missing:
+        return option
+    return fewest_that_leave(card.margin)
 
 
 def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int, least: float) -> list[Estimate]:
     """The fastest mix that leaves ``least`` bytes, if any; the more layers whole, the fewer need to be selective."""
-    found, fewest = [], layers
+    mixes: list[Estimate] = []
+    fewest = layers
     for whole in range(layers):
         fewest = min(fewest, layers - whole)
         best: Estimate | None = None
-        for count in range(fewest, -1, -1):
-            each = estimate(variant, replace(case, recompute=(whole, count)), card) if whole + count else None
-            if each is None or each.spare < least:
+        for selective in range(fewest, -1, -1):
+            if whole + selective == 0:
                 break
-            fewest, best = count, each
-        found += [best] if best is not None else []
-    return sorted(found, key=lambda each: each.tokens_per_second)[-1:]
+            mix = estimate(variant, replace(case, recompute=(whole, selective)), card)
+            if mix.spare < least:
+                break
+            fewest = selective
+            best = mix
+        if best is not None:
+            mixes.append(best)
+    return sorted(mixes, key=lambda mix: mix.tokens_per_second)[-1:]

@@ -25,7 +25,7 @@ from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.experts import CHECKED_AT_ONCE
 from hf_rocm_tune.models.incomplete import describe
 from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment
-from hf_rocm_tune.plan.request import quiet
+from hf_rocm_tune.plan.request import PlanRequest, quiet
 from hf_rocm_tune.plan.sample import Sample
 
 aten = torch.ops.aten
@@ -41,12 +41,17 @@ MOST_WITH_PICTURES = 100_000
 @quiet()
 def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
     """Records one training step of a sample: the case's kind of rows and recomputation, at this batch and length."""
-    name, model, request, tape = type(sample.base).__name__, sample.model, sample.request, Tape()
+    model, request = sample.model, sample.request
     platform, autocast = request.platform, request.autocast
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    most = MOST_WITH_PICTURES if request.pictures else MOST_OPERATIONS
-    checked = bool(request.pictures)
-    recorder = Recorder(tape, [*model.parameters(), *model.buffers()], platform, most=most, checks_tower=checked)
+    tape = Tape()
+    recorder = Recorder(
+        tape,
+        existing=[*model.parameters(), *model.buffers()],
+        platform=platform,
+        most=MOST_WITH_PICTURES if request.pictures else MOST_OPERATIONS,
+        checks_tower=bool(request.pictures),
+    )
     mode = DeviceMode(
         platform=platform,
         autocast=autocast,
@@ -55,29 +60,30 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
     )
     _set_checkpointing(sample.base, mode if case.checkpointing else None, selective=case.recompute is not None)
     hooks = _watch(sample, trained, recorder)
-    kernels = "cpu" if platform == "cpu" else "triton" if request.triton else "plain"
+    kernels = _kernels_of_the_loss(request)
     head = partial(FusedHead.apply, recorder, kernels, request.one_pass_loss)
     forward = partial(_forward, sample, (batch, length), case.packing, head, compact=kernels == "triton")
-    seen: list[dict[str, Tensor]] = [{}]
+    batches: list[dict[str, Tensor]] = [{}]  # their pictures
     try:
         with torch.enable_grad(), autocast_flags(platform, autocast), recorder:
-            loss = other = None
+            loss = untrained_loss = None
             if request.pictures:  # the batch, and the one that is transferred ahead
-                seen = [_pictures(sample, (batch, length)) for _ in range(2)]
+                batches = [_pictures(sample, (batch, length)) for _ in range(2)]
             if not case.evaluation:
                 with mode:
-                    loss = forward(seen[0])
+                    loss = forward(batches[0])
             if case.evaluation or case.trainer != "sft":
                 with mode, _untrained(sample, recorder, reference=not case.evaluation):
                     mode.second_model = not case.evaluation and model is sample.base
-                    other = forward(seen[0])
+                    untrained_loss = forward(batches[0])
             mode.forget_casts()
             if loss is not None:
                 recorder.segment("loss")
                 loss.backward()
-            del loss, other  # frees what only the graph still referenced
-            seen.clear()
+            del loss, untrained_loss  # frees what only the graph still referenced
+            batches.clear()
     except FOREIGN_ERRORS as error:
+        name = type(sample.base).__name__
         why = describe(sample.base.config, error)
         raise UsageError(f"{name} cannot be planned: its step cannot be recorded ({why})") from error
     finally:
@@ -94,6 +100,15 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
     return tape
 
 
+def _kernels_of_the_loss(request: PlanRequest) -> str:
+    """``cpu``, ``triton``, or ``plain`` on a card where Triton's do not run."""
+    if request.platform == "cpu":
+        return "cpu"
+    if request.triton:
+        return "triton"
+    return "plain"
+
+
 def _forward(
     sample: Sample,
     shape: tuple[int, int],
@@ -106,22 +121,24 @@ def _forward(
     """The loss, as in TRL's fused forward: with Triton (``compact``) only positions that have a label are projected."""
     ids, labels, second = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3))
     extra: dict[str, Any] = {"position_ids" if packed else "attention_mask": second}
-    balanced = bool(getattr(sample.config, "router_aux_loss_coef", 0)) and hasattr(
-        sample.config, "output_router_logits"
-    )
+    has_router_loss = bool(getattr(sample.config, "router_aux_loss_coef", 0))
+    balanced = has_router_loss and hasattr(sample.config, "output_router_logits")
     if balanced:
         extra["output_router_logits"] = True
+    targets = labels[:, 1:]
     if sample.own_head:
         logits = sample.base(input_ids=ids, use_cache=False, **extra, **pictures).logits[:, :-1]
-        logarithms = torch.log_softmax(logits.float(), dim=-1)
-        chosen = logarithms.gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return -(chosen * (labels[:, 1:] != MASKED)).sum()
+        log_probabilities = torch.log_softmax(logits.float(), dim=-1)
+        chosen = log_probabilities.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return -(chosen * (targets != MASKED)).sum()
     outputs = sample.base.base_model(input_ids=ids, use_cache=False, **extra, **pictures)
     projection = sample.base.get_output_embeddings()
-    states, targets = outputs.last_hidden_state[:, :-1], labels[:, 1:]
+    states = outputs.last_hidden_state[:, :-1]
     mask = targets != MASKED
-    # not `states[mask]`: the number of selected ones is unknown on the meta device
-    rows = _Selected.apply(states) if compact else states.reshape(-1, states.shape[-1])
+    if compact:  # not `states[mask]`: the number of selected ones is unknown on the meta device
+        rows = _Selected.apply(states)
+    else:
+        rows = states.reshape(-1, states.shape[-1])
     per_token = head(projection.weight, getattr(projection, "bias", None), rows)
     loss: Tensor = -(per_token.view(mask.shape) * mask).sum()
     if balanced and outputs.router_logits:
@@ -134,28 +151,36 @@ def _pictures(sample: Sample, shape: tuple[int, int]) -> dict[str, Any]:
 
     Sizes and masks are host tensors with their values, by which models arrange the patches.
     """
-    rows, found = shape[0] // sample.request.rows_a_unit, dict[str, Any]()
-    for name, of_row, dtype, values in sample.request.pictures:
+    rows = shape[0] // sample.request.rows_a_unit
+    tensors: dict[str, Any] = {}
+    for name, of_row, dtype_name, values in sample.request.pictures:
+        dtype = getattr(torch, dtype_name)
         if of_row is None:  # an entry for each token
-            found[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
         elif values is None:
-            found[name] = torch.empty((rows * of_row[0], *of_row[1:]), dtype=getattr(torch, dtype), device="meta")
+            tensors[name] = torch.empty((rows * of_row[0], *of_row[1:]), dtype=dtype, device="meta")
         else:
-            found[name] = torch.tensor(values, dtype=getattr(torch, dtype)).repeat(rows, *(1,) * (len(of_row) - 1))
+            once = [1] * (len(of_row) - 1)  # in all dimensions but the first
+            tensors[name] = torch.tensor(values, dtype=dtype).repeat(rows, *once)
     if hasattr(sample.base.base_model, "get_rope_index"):  # it reads the content
-        found["position_ids"] = torch.empty((3, *shape), dtype=torch.int64, device="meta")
-    return found
+        tensors["position_ids"] = torch.empty((3, *shape), dtype=torch.int64, device="meta")
+    return tensors
 
 
-def _placeholders(request: Any, batch: int) -> int:
-    return int(request.placeholders * batch) if request.pictures else 0
+def _placeholders(request: PlanRequest, batch: int) -> int:
+    if not request.pictures:
+        return 0
+    return request.placeholders * batch
 
 
 def _balance(sample: Sample, logits: list[Tensor], mask: Tensor | None) -> Any:
     """The auxiliary loss of experts, by the function that TRL calls, of each sparse layer of the real model."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    sparse = [i for i, layer in enumerate(sample.layers) if any("expert" in name for name, _ in layer.named_modules())]
+    sparse = []  # the recorded layers that have experts
+    for i, layer in enumerate(sample.layers):
+        if any("expert" in name for name, _ in layer.named_modules()):
+            sparse.append(i)
     if len(sparse) == len(logits):
         by_layer = dict(zip(sparse, logits, strict=True))
         logits = [by_layer[i] for i in sample.layer_of if i in by_layer]
@@ -166,22 +191,28 @@ def _balance(sample: Sample, logits: list[Tensor], mask: Tensor | None) -> Any:
 @contextmanager
 def _untrained(sample: Sample, recorder: Recorder, *, reference: bool) -> Iterator[None]:
     """A pass without gradients, in evaluation or of the reference model; that of adapters is the model without them."""
-    without: Any = getattr(sample.model, "disable_adapter", nullcontext) if reference else nullcontext
-    names = {"start": "reference start", "forward": "reference", "head": "reference head"}
-    recorder.roles = names if reference else {}
+    without_adapters: Any = nullcontext
+    recorder.roles = {}
+    if reference:
+        without_adapters = getattr(sample.model, "disable_adapter", nullcontext)
+        recorder.roles = {"start": "reference start", "forward": "reference", "head": "reference head"}
     recorder.segment("start")
     sample.model.eval()
     try:
-        with torch.no_grad(), without():
+        with torch.no_grad(), without_adapters():
             yield
     finally:
         sample.model.train()
 
 
 def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> list[Any]:
+    """Hooks that begin a segment at each layer, in both directions, and record the gradients of these parameters."""
+
     def before(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.segment("forward", layer)
-        hidden = args[0] if args else kwargs.get("hidden_states")
+        hidden = kwargs.get("hidden_states")
+        if args:
+            hidden = args[0]
         if layer == 0 and isinstance(hidden, Tensor) and hidden.requires_grad:
             hidden.register_hook(lambda gradient: recorder.segment("end"))
 
@@ -197,7 +228,7 @@ def _watch(sample: Sample, trained: list[nn.Parameter], recorder: Recorder) -> l
         hooks.append(layer.register_forward_pre_hook(partial(before, position), with_kwargs=True))
         hooks.append(layer.register_forward_hook(partial(after, position)))
     for parameter in trained:
-        hooks.append(parameter.register_post_accumulate_grad_hook(lambda each: recorder.landed(each.grad)))
+        hooks.append(parameter.register_post_accumulate_grad_hook(lambda owner: recorder.record_gradient(owner.grad)))
     return hooks
 
 
@@ -210,7 +241,9 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
         return
 
     def contexts() -> tuple[Any, Any]:  # recomputation runs in the mode, too
-        first, second = recompute.contexts() if selective else (nullcontext(), nullcontext())
+        if not selective:
+            return nullcontext(), mode.again(nullcontext())
+        first, second = recompute.contexts()
         return first, mode.again(second)
 
     recompute.enable(base, use_reentrant=False, context_fn=contexts)
@@ -237,11 +270,16 @@ class Recorder(TorchDispatchMode):
         checks_tower: bool = False,
     ) -> None:
         super().__init__()
+        self.tape = tape
+        self._platform = platform
+        self._most = most
         self._checks_tower = checks_tower
-        self.tape, self._platform, self._most = tape, platform, most
-        self._known: dict[int, object] = {id(storage): storage for storage in map(Tensor.untyped_storage, existing)}
-        self._index: dict[int, int] = {}
-        self._landed: set[int] = set()
+        self._known: dict[int, object] = {}  # storages, or weak references to them, by their ids
+        for tensor in existing:
+            storage = tensor.untyped_storage()
+            self._known[id(storage)] = storage
+        self._index: dict[int, int] = {}  # the place of a known storage on the tape
+        self._gradients: set[int] = set()  # the places of parameters' gradients
         self._operations = 0
         self._next: TapeSegment | None = None
         self.roles: dict[str, str] = {}  # other names of the segments of a pass
@@ -251,11 +289,11 @@ class Recorder(TorchDispatchMode):
         """Start a segment with the next operation: what is freed before it belongs to the segment before."""
         self._next = TapeSegment(role=self.roles.get(role, role), layer=layer)
 
-    def landed(self, gradient: Tensor) -> None:
+    def record_gradient(self, gradient: Tensor) -> None:
         """Record that this tensor is a parameter's gradient; one that is added to an earlier gradient is freed now."""
         index = self._index.get(id(gradient.untyped_storage()))
-        if index is not None and index not in self._landed:
-            self._landed.add(index)
+        if index is not None and index not in self._gradients:
+            self._gradients.add(index)
             self._event(index, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -269,10 +307,13 @@ class Recorder(TorchDispatchMode):
         if self._operations > self._most:
             raise RuntimeError(f"more than {self._most:,} operations, as loops over tokens or windows take")
         _, _, name, has_a_rate = _operator(func)
-        nbytes = _workspace(name, self._platform, args, kwargs)
-        workspace = self._new(nbytes) if nbytes else None
+        workspace: int | None = None
+        workspace_bytes = _workspace(name, self._platform, args, kwargs)
+        if workspace_bytes:
+            workspace = self._new(workspace_bytes)
         out, flops = cached(func, args, kwargs)
-        if sum([self._enter(each) for each in _tensors_in(out)]) or "out" in kwargs:
+        new = [tensor for tensor in _tensors_in(out) if self._enter(tensor)]
+        if new or "out" in kwargs:
             segment.launches += 1
             segment.flops += flops
             segment.products += flops > 0
@@ -282,7 +323,8 @@ class Recorder(TorchDispatchMode):
                 segment.unpacked += out.numel()
             if self._checks_tower and segment.role in ("start", "end") and name in _CHECKED:
                 operand = args[_CHECKED[name]]
-                self._event(self._new(4 * min(max(operand.numel(), out.numel()), CHECKED_AT_ONCE)), -1)
+                elements = max(operand.numel(), out.numel())
+                self._event(self._new(4 * min(elements, CHECKED_AT_ONCE)), -1)
             if has_a_rate:
                 segment.written = written
         if workspace is not None:
@@ -293,6 +335,7 @@ class Recorder(TorchDispatchMode):
         self.tape.events.append((len(self.tape.segments) - 1, index, sign))
 
     def _enter(self, tensor: Tensor) -> bool:
+        """Record the allocation of a tensor's storage, and its release once it is freed; False: it is known."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._known:
@@ -302,6 +345,7 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _new(self, nbytes: int) -> int:
+        """Record an allocation; returns its place on the tape."""
         index = len(self.tape.sizes)
         self.tape.sizes.append(nbytes)
         self.tape.owners.append(len(self.tape.segments) - 1)
@@ -327,10 +371,11 @@ RESULTS: dict[Any, tuple[bool, list[Any], int]] = {}
 @cache
 def _operator(func: Any) -> tuple[bool, bool, str, bool]:
     """Whether its results are new, whether it is a product, its name, and whether it has a rate of its own."""
-    aliases = any(each.alias_info for each in (*func._schema.arguments, *func._schema.returns))
-    name, counted = func.name(), func._overloadpacket in flop_registry or func.name() in _PRODUCTS
-    has_a_rate = counted or func is aten._to_copy.default or func.namespace == "bitsandbytes"
-    return not aliases, counted, name, has_a_rate
+    name = func.name()
+    aliases = any(value.alias_info for value in (*func._schema.arguments, *func._schema.returns))
+    is_product = func._overloadpacket in flop_registry or name in _PRODUCTS
+    has_a_rate = is_product or func is aten._to_copy.default or func.namespace == "bitsandbytes"
+    return not aliases, is_product, name, has_a_rate
 
 
 def cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
@@ -339,27 +384,38 @@ def cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     torch computes an output's shape in Python, which takes longer than the rest of a recording, and layers repeat the
     same operators. Operators that return or change their arguments are called each time.
     """
-    fresh, counted, name, _ = _operator(func)
-    key = (name, _key(args), _key(tuple(kwargs.items()))) if fresh else None
+    is_new, is_product, name, _ = _operator(func)
+    if not is_new:
+        out = func(*args, **kwargs)
+        return out, _flops(func, args, kwargs, out) if is_product else 0
+    key = (name, _key(args), _key(tuple(kwargs.items())))
     if key in RESULTS:
-        alone, outputs, flops = RESULTS[key]
-        made = [_empty(*each) if isinstance(each, tuple) else each for each in outputs]
-        return made[0] if alone else tuple(made), flops
-    out, flops = func(*args, **kwargs), 0
-    if counted:  # rows times both sides of the weight, where torch has no count
-        count = flop_registry.get(func._overloadpacket)
-        flops = int(count(*args, **kwargs, out_val=out) if count else 2 * args[0].numel() * out.shape[-1])
-    if key is not None and (described := _outputs(out if isinstance(out, tuple) else (out,), (args, kwargs))):
+        return _as_recorded(*RESULTS[key])
+    out = func(*args, **kwargs)
+    flops = _flops(func, args, kwargs, out) if is_product else 0
+    outputs = out if isinstance(out, tuple) else (out,)
+    described = _describe_outputs(outputs, (args, kwargs))
+    if described:
         RESULTS[key] = isinstance(out, Tensor), described, flops
     return out, flops
 
 
-def _described(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:  # rows times both sides of the weight
+        return int(2 * args[0].numel() * out.shape[-1])
+    return int(count(*args, **kwargs, out_val=out))
 
 
-def _empty(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+def _as_recorded(alone: bool, described: list[Any], flops: int) -> tuple[Any, int]:
+    """New results like those that are described; ``alone``: a tensor, not a tuple."""
+    outputs = []
+    for output in described:
+        if isinstance(output, tuple):
+            shape, stride, dtype = output
+            output = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        outputs.append(output)
+    return outputs[0] if alone else tuple(outputs), flops
 
 
 def _key(value: Any) -> Any:
@@ -367,29 +423,49 @@ def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.is_meta
     kind = type(value)
-    return tuple([_key(each) for each in value]) if kind is tuple or kind is list else (kind, value)
+    if kind is tuple or kind is list:
+        return tuple([_key(item) for item in value])
+    return kind, value
 
 
-def _outputs(outputs: Any, given: object) -> list[Any] | None:
+def _describe_outputs(outputs: Any, given: object) -> list[Any] | None:
     """An operator's results, tensors as shape, strides and dtype; None if a tensor is not new, dense and on meta.
 
     Some operators return a view although their schema does not say so. A result without tensors depends on content.
     """
-    tensors = _tensors_in(outputs)
-    storages = {id(each.untyped_storage()) for each in tensors}
-    new = storages.isdisjoint(id(each.untyped_storage()) for each in _tensors_in(given))
-    dense = all(each.is_meta and each.nbytes == each.untyped_storage().nbytes() for each in tensors)
-    plain = all(isinstance(each, Tensor | int | float | None) for each in outputs)
-    if not (tensors and new and dense and plain and len(storages) == len(tensors)):
+    given_storages = {id(tensor.untyped_storage()) for tensor in _tensors_in(given)}
+    storages: set[int] = set()
+    for tensor in _tensors_in(outputs):
+        storage = tensor.untyped_storage()
+        is_new = id(storage) not in given_storages and id(storage) not in storages
+        is_dense = tensor.is_meta and tensor.nbytes == storage.nbytes()
+        if not (is_new and is_dense):
+            return None
+        storages.add(id(storage))
+    if not storages:
         return None
-    return [_described(each) if isinstance(each, Tensor) else each for each in outputs]
+    described: list[Any] = []
+    for output in outputs:
+        if isinstance(output, Tensor):
+            described.append((output.shape, output.stride(), output.dtype))
+        elif isinstance(output, int | float | None):
+            described.append(output)
+        else:
+            return None
+    return described
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [tensor for each in inside for tensor in _tensors_in(each)]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    tensors: list[Tensor] = []
+    for item in value:
+        tensors += _tensors_in(item)
+    return tensors
 
 
 # ---- the device's kernels and autocast -------------------------------------------------------------------------------
@@ -412,37 +488,54 @@ _COUNTED = "_entries_counted"
 def _on_meta(given: Any) -> Any:
     """Arguments of an operation, all on the meta device if one of them is; sizes of pictures are host tensors."""
     tensors = _tensors_in(given)
-    if not any(each.is_meta for each in tensors) or all(each.is_meta or each.dim() == 0 for each in tensors):
+    if not any(tensor.is_meta for tensor in tensors):
         return given
+    if all(tensor.is_meta or tensor.dim() == 0 for tensor in tensors):
+        return given
+    return _with_tensors(given, lambda tensor: tensor if tensor.is_meta else torch.empty_like(tensor, device="meta"))
 
-    def moved(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value if value.is_meta else torch.empty_like(value, device="meta")
-        if type(value) is dict:
-            return {name: moved(each) for name, each in value.items()}
-        return type(value)([moved(each) for each in value]) if type(value) in (tuple, list) else value
 
-    return moved(given)
+def _with_tensors(given: Any, replaced: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments of an operation, with each tensor replaced; other containers than dict, tuple and list stay."""
+    if isinstance(given, Tensor):
+        return replaced(given)
+    if type(given) is dict:
+        return {name: _with_tensors(value, replaced) for name, value in given.items()}
+    if type(given) in (tuple, list):
+        return type(given)([_with_tensors(value, replaced) for value in given])
+    return given
 
 
 def _mask_of(given: Any) -> Tensor | None:
     """The mask by which a tensor on the meta device is indexed; None: it is indexed otherwise."""
     tensor, index = given[:2]
-    first = index[0] if isinstance(index, tuple) and index else index
-    rest = index[1:] if isinstance(index, tuple) else ()
-    found = isinstance(first, Tensor) and first.dtype == torch.bool and (first.is_meta or tensor.is_meta)
-    return first if found and all(each is Ellipsis or each == slice(None) for each in rest) else None
+    if not isinstance(index, tuple):
+        index = (index,)
+    if not index:
+        return None
+    mask, *others = index
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not (mask.is_meta or tensor.is_meta):
+        return None
+    if not all(other is Ellipsis or other == slice(None) for other in others):
+        return None
+    return mask
 
 
 def _kept_on_host(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The sizes of pictures where a model moves them to its device: their values are needed. None: another call."""
     if name not in ("to", "as_tensor") or not isinstance(args[0], Tensor):
         return None
-    sizes, given = args[0], (*args[1:], *kwargs.values())
-    moves = any(isinstance(each, torch.device | str) and torch.device(each).type == "meta" for each in given)
+    sizes = args[0]
+    moves = False
+    dtype = sizes.dtype
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, torch.device | str):
+            moves = moves or torch.device(value).type == "meta"
+        elif isinstance(value, torch.dtype):
+            dtype = value
     if not moves or sizes.is_meta or sizes.is_floating_point():
         return None
-    return sizes.to(next((each for each in given if isinstance(each, torch.dtype)), sizes.dtype))
+    return sizes.to(dtype)
 
 
 class DeviceMode(TorchFunctionMode):
@@ -454,8 +547,12 @@ class DeviceMode(TorchFunctionMode):
 
     def __init__(self, *, platform: str, autocast: bool, content_is_plain: bool, placeholders: int = 0) -> None:
         super().__init__()
+        self._platform = platform
+        self._on_card = platform != "cpu"
+        self._autocast = autocast
+        self._content_is_plain = content_is_plain
         self._placeholders = placeholders
-        self._platform, self._autocast, self._plain = platform, autocast, content_is_plain
+        # a parameter and its cast, by the parameter's id and `second_model`
         self._casts: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
         self._caching = True
         self.second_model = False  # a model of the same shape, recorded with the same parameters
@@ -476,52 +573,65 @@ class DeviceMode(TorchFunctionMode):
             self.forget_casts()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs, name, card = kwargs or {}, getattr(func, "__name__", ""), self._platform != "cpu"
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         if name == "__bool__" and args[0].is_meta:
-            return self._plain
+            return self._content_is_plain
         if self._placeholders:
-            if name == "item" and args[0].is_meta and args[0].dtype == torch.bool:
-                return True  # a check, as of as many placeholders as features
-            if (sizes := _kept_on_host(name, args, kwargs)) is not None:
-                return sizes
-            if name == "tolist" and (count := getattr(args[0], _COUNTED, None)) is not None:
-                return torch.full(args[0].shape, count).tolist()
-            if name in ("__getitem__", "__setitem__") and (mask := _mask_of(args)) is not None:
-                return self._masked(*args, mask=mask)
+            known = self._result_with_pictures(name, args, kwargs)
+            if known is not None:
+                return known
             args, kwargs = _on_meta((args, kwargs))
             if name == "sum" and args[0].is_meta and args[0].dtype == torch.bool:
                 counts = func(*args, **kwargs)
                 setattr(counts, _COUNTED, args[0].numel() // max(1, counts.numel()))
                 return counts
-        if self._autocast and any(isinstance(each, Tensor) and each.is_meta for each in args):
-            if name in _LOWER or name == _HIDDEN:
-                args, kwargs = self._cast((args, kwargs), torch.bfloat16)
-            elif card and name in _UPPER:
-                args, kwargs = self._cast((args, kwargs), torch.float32)
-            elif card and name in _UPPER_BY_DTYPE and args[0].dtype in (torch.bfloat16, torch.float16):
-                kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}  # it may be given as None
+        if self._autocast and any(isinstance(value, Tensor) and value.is_meta for value in args):
+            args, kwargs = self._as_autocast(name, args, kwargs)
         if name == "scaled_dot_product_attention":
             return self._attention(func, *args, **kwargs)
         if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
             return _GroupedProduct.apply(*args[:2])  # on the meta device torch takes bfloat16 only
-        if name == "dropout" and card:
+        if name == "dropout" and self._on_card:
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def _result_with_pictures(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation returns that depends on which tokens are pictures; None: any other operation."""
+        if name == "item" and args[0].is_meta and args[0].dtype == torch.bool:
+            return True  # a check, as of as many placeholders as features
+        if name == "tolist":
+            count = getattr(args[0], _COUNTED, None)
+            if count is not None:
+                return torch.full(args[0].shape, count).tolist()
+        if name in ("__getitem__", "__setitem__"):
+            mask = _mask_of(args)
+            if mask is not None:
+                return self._masked(*args, mask=mask)
+        return _kept_on_host(name, args, kwargs)
+
+    def _as_autocast(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments as autocast gives them to an operation."""
+        if name in _LOWER or name == _HIDDEN:
+            return self._cast((args, kwargs), torch.bfloat16)
+        if self._on_card and name in _UPPER:
+            return self._cast((args, kwargs), torch.float32)
+        if self._on_card and name in _UPPER_BY_DTYPE and args[0].dtype in (torch.bfloat16, torch.float16):
+            return args, {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}  # it may be given as None
+        return args, kwargs
+
     def _cast(self, given: Any, dtype: torch.dtype) -> Any:
-        if type(given) is dict:
-            return {name: self._cast(each, dtype) for name, each in given.items()}
-        if type(given) in (tuple, list):
-            return type(given)([self._cast(each, dtype) for each in given])
-        keeps = not isinstance(given, Tensor) or not given.is_floating_point()
-        if keeps or given.dtype in (dtype, torch.float64):
-            return given
-        lasting = given.dtype == torch.float32 and given.is_leaf and given.requires_grad
-        if not (self._caching and lasting and dtype == torch.bfloat16):
-            return given.to(dtype)
-        key = id(given), self.second_model
+        return _with_tensors(given, lambda tensor: self._cast_tensor(tensor, dtype))
+
+    def _cast_tensor(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
+            return tensor
+        is_parameter = tensor.dtype == torch.float32 and tensor.is_leaf and tensor.requires_grad
+        if not (self._caching and is_parameter and dtype == torch.bfloat16):
+            return tensor.to(dtype)
+        key = (id(tensor), self.second_model)
         if key not in self._casts:
-            self._casts[key] = given, given.to(dtype)
+            self._casts[key] = (tensor, tensor.to(dtype))
         return self._casts[key][1]
 
     def _masked(self, tensor: Tensor, index: Any, value: Any = None, *, mask: Tensor) -> Tensor:
@@ -533,9 +643,12 @@ class DeviceMode(TorchFunctionMode):
         elif mask.dim() == 3 and mask.stride(2) == 0:  # of tokens, made as wide as their embeddings
             count = min(self._placeholders * mask.shape[2], count)
         rows = torch.empty(count, dtype=torch.int64, device="meta")
-        return flat[rows] if value is None else flat.index_put_((rows,), value)
+        if value is None:
+            return flat[rows]
+        return flat.index_put_((rows,), value)
 
     def _attention(self, stock: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
+        """Attention by the kernel that the device would choose; ``stock``: torch's function."""
         given: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
         given |= dict(zip(given, rest, strict=False)) | more
         mask, dropout_p, is_causal, scale = (given[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale"))
@@ -551,9 +664,11 @@ class DeviceMode(TorchFunctionMode):
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if key.shape[1] != query.shape[1]:  # the memory-efficient kernel needs equal numbers of heads
             groups = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            key = key.repeat_interleave(groups, 1)
+            value = value.repeat_interleave(groups, 1)
         if mask is not None:
-            if short := -mask.shape[-1] % 8:  # it needs rows at multiples of 8 elements, too: torch pads other masks
+            short = -mask.shape[-1] % 8
+            if short:  # it needs rows at multiples of 8 elements, too: torch pads other masks
                 mask = torch.nn.functional.pad(mask, (0, short))[..., : mask.shape[-1]]
             mask = mask.expand(*query.shape[:3], key.shape[2])
         wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
@@ -567,21 +682,25 @@ def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
 
     ``torch.autocast("meta", enabled=False)``, which PEFT calls and torch refuses, does nothing.
     """
-    name, stock = _autocast_device(platform), torch.autocast
-    before = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
-    torch.set_autocast_enabled(name, enabled)
-    torch.set_autocast_dtype(name, torch.bfloat16)
+    device = _autocast_device(platform)
+    stock = torch.autocast
+    enabled_before = torch.is_autocast_enabled(device)
+    dtype_before = torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, torch.bfloat16)
 
     def autocast(device_type: str, *rest: Any, **more: Any) -> Any:
-        return nullcontext() if device_type == "meta" else stock(device_type, *rest, **more)
+        if device_type == "meta":
+            return nullcontext()
+        return stock(device_type, *rest, **more)
 
     torch.autocast = autocast  # type: ignore[misc, assignment]
     try:
         yield
     finally:
         torch.autocast = stock  # type: ignore[misc]
-        torch.set_autocast_enabled(name, before[0])
-        torch.set_autocast_dtype(name, before[1])
+        torch.set_autocast_enabled(device, enabled_before)
+        torch.set_autocast_dtype(device, dtype_before)
 
 
 def _autocast_device(platform: str) -> str:
@@ -598,27 +717,36 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        wanted = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
-        return tuple(grad.new_empty(shape) if need else None for shape, need in wanted)
+        gradients = []
+        for shape, needed in zip(ctx.shapes, ctx.needs_input_grad, strict=True):
+            gradients.append(grad.new_empty(shape) if needed else None)
+        return tuple(gradients)
 
 
 def _workspace(name: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of the workspace that the kernel of an operator allocates itself."""
     if name == "bitsandbytes::gemm_4bit":
         elements = math.prod(args[2])
-        constants = 8 * (elements // 64) if kwargs.get("absmax_8bit") is not None else 0
+        constants = 0
+        if kwargs.get("absmax_8bit") is not None:
+            constants = 8 * (elements // 64)
         return elements * args[0].element_size() + constants
     if name == "bitsandbytes::int8_scaled_mm":  # the product itself, before it is scaled
         return int(4 * len(args[1]) * args[0].numel() // args[0].shape[-1])
     if platform == "cuda" and name == "aten::_scaled_dot_product_flash_attention_backward":
-        query, key = args[1:3]  # flash attention 2 accumulates the gradient of the queries in float32
+        query, key = args[1:3]
+        nbytes = 4 * query.numel()  # flash attention 2 accumulates the gradient of the queries in float32
         groups = query.shape[1] // key.shape[1]
-        return int(query.numel() * 4 + (2 * key.numel() * groups * key.element_size() if groups > 1 else 0))
+        if groups > 1:
+            nbytes += 2 * key.numel() * groups * key.element_size()
+        return int(nbytes)
     return 0
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+    if not training or p <= 0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
 
 
 # ---- the head and the loss -------------------------------------------------------------------------------------------
@@ -638,10 +766,12 @@ class FusedHead(torch.autograd.Function):
         ctx: Any, recorder: Recorder, kernels: str, one_pass: bool, weight: Tensor, bias: Tensor | None, hidden: Tensor
     ) -> Tensor:
         """``hidden`` (N, H), ``weight`` (V, H), ``bias`` (V) or None; returns (N,) in float32."""
-        ctx.recorder, ctx.kernels = recorder, kernels
+        ctx.recorder = recorder
+        ctx.kernels = kernels
         tokens = hidden.shape[0]
-        trained = any(each is not None and each.requires_grad for each in (weight, bias))
-        ctx.one_pass = one_pass and not trained and weight.dtype == _computed_in(hidden, kernels) != torch.float16
+        is_trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+        computed_in = _computed_in(hidden, kernels)
+        ctx.one_pass = one_pass and not is_trained and weight.dtype == computed_in and computed_in != torch.float16
         statistics = [hidden.new_empty(tokens, dtype=torch.float32) for _ in range(_STATISTICS)]
         if ctx.one_pass:
             ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.float32))
@@ -659,30 +789,45 @@ class FusedHead(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.one_pass:
             (gradient,) = ctx.saved_tensors
-            return (*[None] * 5, (gradient * grad.unsqueeze(-1)).to(ctx.dtype))
+            return None, None, None, None, None, (gradient * grad.unsqueeze(-1)).to(ctx.dtype)
         hidden, weight, bias = ctx.saved_tensors
-        wanted = list(zip((weight, bias, hidden), ctx.needs_input_grad[3:], strict=True))
-        sums = [torch.empty_like(tensor, dtype=torch.float32) if need else None for tensor, need in wanted]
-        products = 1 + wanted[0][1] + wanted[2][1]
+        _, _, _, needs_weight, needs_bias, needs_hidden = ctx.needs_input_grad
+        weight_sum = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
+        bias_sum = torch.empty_like(bias, dtype=torch.float32) if needs_bias else None
+        hidden_sum = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
+        products = 1 + needs_weight + needs_hidden
         _project(ctx, hidden, weight, products=products, copies=_BACKWARD_TILES)
-        cast = [total if total is None else total.to(each.dtype) for total, (each, _) in zip(sums, wanted, strict=True)]
-        return (*[None] * 3, *cast)
+        gradients = []
+        for total, tensor in ((weight_sum, weight), (bias_sum, bias), (hidden_sum, hidden)):
+            gradients.append(None if total is None else total.to(tensor.dtype))
+        return None, None, None, *gradients
 
 
 def _computed_in(hidden: Tensor, kernels: str) -> torch.dtype:
-    return torch.bfloat16 if torch.is_autocast_enabled(_autocast_device(kernels)) else hidden.dtype
+    if torch.is_autocast_enabled(_autocast_device(kernels)):
+        return torch.bfloat16
+    return hidden.dtype
 
 
 def _project(ctx: Any, hidden: Tensor, weight: Tensor, *, products: int, copies: int, width: int = TILE_WIDTH) -> None:
-    (tokens, inner), vocabulary, dtype = hidden.shape, weight.shape[0], _computed_in(hidden, ctx.kernels)
-    most = min(tokens, PLAIN_TOKENS if ctx.kernels == "plain" else TILE_TOKENS)
-    rows, columns = max(1, most * TILE_WIDTH // max(width, TILE_WIDTH)), min(vocabulary, width)
+    """Allocate, and free, what a product with the head takes of temporary memory, and record its work.
+
+    It is computed in tiles of logits. ``products``: how many there are of each tile; ``copies``: in float32, of a tile
+    without Triton; ``width``: most columns of a tile.
+    """
+    tokens, inner = hidden.shape
+    vocabulary = weight.shape[0]
+    dtype = _computed_in(hidden, ctx.kernels)
+    most = PLAIN_TOKENS if ctx.kernels == "plain" else TILE_TOKENS
+    rows = max(1, min(tokens, most) * TILE_WIDTH // max(width, TILE_WIDTH))
+    columns = min(vocabulary, width)
     tiles = [hidden.new_empty((rows, width), dtype=dtype)]
-    casts = [piece.to(dtype) for piece in (hidden[:rows], weight[:columns])]
+    casts = [hidden[:rows].to(dtype), weight[:columns].to(dtype)]
     if ctx.kernels != "triton":
         tiles += [hidden.new_empty((rows, columns), dtype=torch.float32) for _ in range(copies)]
         tiles.append(hidden.new_empty((rows, columns), dtype=torch.bool))
-    segment, parts = ctx.recorder.tape.segments[-1], products * -(-tokens // rows) * -(-vocabulary // width)
+    parts = products * -(-tokens // rows) * -(-vocabulary // width)
+    segment = ctx.recorder.tape.segments[-1]
     segment.flops += products * 2 * tokens * inner * vocabulary
     segment.products += parts
     segment.launches += parts

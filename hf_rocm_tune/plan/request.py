@@ -35,8 +35,9 @@ def _flag(default: Any, names: str, meaning: str, *, least: int | None = None, *
     """A field that is a flag of ``hf-rocm-tune plan``; ``more``: for argparse."""
     if least is not None:
         more["type"] = checked(int, lambda value: value >= least, f"{least} or more")
-    kind = {"action": "store_true"} if default is False else {}
-    return field(default=default, metadata={"names": names.split(), "help": meaning, **kind, **more})
+    if default is False:
+        more["action"] = "store_true"
+    return field(default=default, metadata={"names": names.split(), "help": meaning, **more})
 
 
 def _is_few(epochs: float) -> bool:
@@ -126,24 +127,26 @@ class PlanRequest:
     def __post_init__(self) -> None:
         faults = []
         for name, known in (("optim", OPTIMIZERS), ("dtype", DTYPES), ("trainer", TRAINERS)):
-            if (value := getattr(self, name)) is not None and value not in known:
+            value = getattr(self, name)
+            if value is not None and value not in known:
                 faults.append(f"--{name} {value} is not known to the planner; it knows {', '.join(known)}")
-        batch, full = self.effective_batch, "full" in self.methods
+        batch = self.effective_batch
         if batch > _LARGEST_BATCH:
             faults.append(f"--effective_batch must be {_LARGEST_BATCH} or less, got {batch}")
         if batch % self.cards:
             faults.append(f"--effective_batch {batch} cannot be divided evenly over {self.cards} cards")
-        if self.micro_batch is not None and (self.micro_batch < 1 or self.each % self.micro_batch):
-            faults.append(f"--batch_size {self.micro_batch} does not divide the {self.each} sequences of a card")
+        if self.micro_batch is not None and (self.micro_batch < 1 or self.per_card % self.micro_batch):
+            faults.append(f"--batch_size {self.micro_batch} does not divide the {self.per_card} sequences of a card")
         if not 0 <= self.dropout < 1:
             faults.append(f"--dropout must be 0 or more and below 1, got {self.dropout}")
         if self.trainer != "sft" and (self.packing or self.one_pass_loss):
             faults.append(f"--packing and --one_pass_loss are for sft, not {self.trainer}")
-        if self.trainer == "kto" and (self.micro_batch or self.each) < 2:
+        if self.trainer == "kto" and (self.micro_batch or self.per_card) < 2:
             faults.append("kto needs two or more sequences in a micro-batch: its KL estimate pairs them")
-        if full and (self.stream or self.dora or self.modules_to_save or self.target_parameters):
-            ours = f"--dora, --target_parameters, --modules_to_save and {FLAG}"
-            faults.append(f"{ours} are for adapters: leave them out with --method full")
+        of_adapters = self.stream or self.dora or self.modules_to_save or self.target_parameters
+        if "full" in self.methods and of_adapters:
+            flags = f"--dora, --target_parameters, --modules_to_save and {FLAG}"
+            faults.append(f"{flags} are for adapters: leave them out with --method full")
         if self.stream and self.dora:
             faults.append(f"{FLAG} does not support --dora: leave one out")
         if faults:
@@ -155,7 +158,8 @@ class PlanRequest:
         return 2 if self.trainer == "dpo" else 1
 
     @property
-    def each(self) -> int:
+    def per_card(self) -> int:
+        """Sequences of an optimizer step on each card."""
         return self.effective_batch // max(self.cards, 1)
 
     def dtype_of(self, method: str) -> str:
@@ -163,8 +167,10 @@ class PlanRequest:
 
 
 def as_targets(words: Sequence[str]) -> str | tuple[str, ...]:
-    alone = len(words) == 1 and not re.fullmatch(r"[\w.]+", words[0])
-    return words[0] if alone else tuple(words)
+    """Names of modules; a single word that is no name, such as ``all-linear`` or a pattern, stands for itself."""
+    if len(words) == 1 and not re.fullmatch(r"[\w.]+", words[0]):
+        return words[0]
+    return tuple(words)
 
 
 #: Fields that a training job has with the same value, and its flag.
@@ -179,7 +185,10 @@ SAME = {
     "workers": "dataloader_num_workers",
     "nested": "use_bnb_nested_quant",
     "autocast": "bf16",
-    **{name: name for name in ("train_vision_tower", "train_projector", "max_pixels", "image_folder")},
+    "train_vision_tower": "train_vision_tower",
+    "train_projector": "train_projector",
+    "max_pixels": "max_pixels",
+    "image_folder": "image_folder",
 }
 
 
@@ -195,31 +204,40 @@ def from_training(
         raise UsageError("the planner needs --max_length: without it the longest row sets the memory")
     if settings.get("label_smoothing_factor"):
         raise UsageError("--label_smoothing_factor builds all logits, which are not planned")
-    lora = bool(settings.get("use_peft"))
-    targets = settings.get("lora_target_modules") or ALL_LINEAR
-    each = int(settings["per_device_train_batch_size"]) * int(settings["gradient_accumulation_steps"])
-    dtype, mix = settings.get("dtype"), settings.get("recompute_layers")
-    own = {name: settings[flag] for name, flag in SAME.items() if settings.get(flag) is not None}
-    if lora:
-        own |= {"dora": bool(settings.get("use_dora"))}
+    per_card = int(settings["per_device_train_batch_size"]) * int(settings["gradient_accumulation_steps"])
+    same = {name: settings[flag] for name, flag in SAME.items() if settings.get(flag) is not None}
+    method = "full"
+    if settings.get("use_peft"):
+        method = "qlora" if settings.get("load_in_4bit") else "lora"
+        same["dora"] = bool(settings.get("use_dora"))
         for name in ("target_parameters", "modules_to_save"):
-            own[name] = tuple(settings.get(f"lora_{name}") or ())
+            same[name] = tuple(settings.get(f"lora_{name}") or ())
+    targets = settings.get("lora_target_modules") or ALL_LINEAR
+    if isinstance(targets, str):
+        targets = [targets]
+    dropout = 0.0
+    if not settings.get("disable_dropout"):  # TRL turns dropout off for preferences
+        dropout = float(settings["lora_dropout"])
+    dtype = "bfloat16"  # TRL's `auto` and None load the file's dtype, nearly always this one
+    if settings.get("dtype") not in ("auto", None):
+        dtype = str(settings["dtype"])
+    mix: tuple[int, int] | None = None
+    if settings.get("recompute_layers") is not None:
+        mix = parse_counts(str(settings["recompute_layers"]))
     return PlanRequest(
         trainer=trainer,
-        methods=("full",) if not lora else ("qlora",) if settings.get("load_in_4bit") else ("lora",),
-        effective_batch=cards * each,
+        methods=(method,),
+        effective_batch=cards * per_card,
         cards=cards,
-        # TRL turns dropout off for preferences
-        dropout=0.0 if settings.get("disable_dropout") else float(settings["lora_dropout"]),
-        targets=as_targets([targets] if isinstance(targets, str) else targets),
-        # TRL's `auto` and None load the file's dtype, nearly always bfloat16
-        dtype="bfloat16" if dtype in ("auto", None) else str(dtype),
+        dropout=dropout,
+        targets=as_targets(targets),
+        dtype=dtype,
         attention="eager" if settings.get("attn_implementation") == "eager" else "sdpa",
         platform=platform,
-        recompute=None if mix is None else parse_counts(str(mix)),
+        recompute=mix,
         mixes=not settings.get("torch_compile"),
         stream=parse(str(settings.get("stream_weights") or "off")),
-        **own,
+        **same,
     )
 
 
@@ -243,39 +261,45 @@ def card_memory(
     """
     if name is not None and vram_gib is not None:
         raise UsageError("--gpu and --vram exclude each other; keep one")
-    here = _largest_card(machine or survey())
-    here_gib = 0.0
-    if here is not None:
-        here_gib = (here.sensors.vram_total_bytes or 0) / GIB
-    known: Card | None = None  # a row of the card table
+    installed = _largest_card(machine or survey())
+    installed_gib = 0.0
+    if installed is not None:
+        installed_gib = (installed.sensors.vram_total_bytes or 0) / GIB
+    row: Card | None = None  # of the card table
     size: float | None = None
     if vram_gib is not None:
         size = vram_gib
     elif name is not None:
-        known = _named(name)
-    elif here is not None:
-        known, size = here.card, here_gib
+        row = _named(name)
+    elif installed is not None:
+        row = installed.card
+        size = installed_gib
     else:
-        known = _named("rx7900xt")
-    if known is not None and known.vram_gib:
-        size = known.vram_gib
+        row = _named("rx7900xt")
+    if row is not None and row.vram_gib:
+        size = row.vram_gib
     if not size:
-        raise UsageError(f"the memory of {known.name if known else name} is not in the card table; give --vram in GiB")
-    found = CardMemory(
-        name=known.name if known else f"a card of {size:g} GiB",
+        unknown = row.name if row else name
+        raise UsageError(f"the memory of {unknown} is not in the card table; give --vram in GiB")
+    card = CardMemory(
+        name=f"a card of {size:g} GiB",
         usable=int(size * _USABLE_SHARE * GIB),
         rates=Rates(known=False),  # of most cards no speed is published, and only choices are ranked
-        bandwidth=1e9 * (known.bandwidth_gb_s if known and known.bandwidth_gb_s else _USUAL_BANDWIDTH),
+        bandwidth=1e9 * _USUAL_BANDWIDTH,
     )
-    if known is not None and known.bf16_tflops:
-        rates = replace(RATES_OF.get(known.key, Rates()), products=1e12 * known.bf16_tflops)
-        found = replace(found, rates=rates)
+    if row is not None:
+        card = replace(card, name=row.name)
+        if row.bandwidth_gb_s:
+            card = replace(card, bandwidth=1e9 * row.bandwidth_gb_s)
+        if row.bf16_tflops:
+            rates = replace(RATES_OF.get(row.key, Rates()), products=1e12 * row.bf16_tflops)
+            card = replace(card, rates=rates)
     if desktop_gib is not None:
-        return replace(found, desktop=int(desktop_gib * GIB), desktop_source="given")
-    if here is not None and here.sensors.vram_used_bytes is not None and abs(here_gib - size) < 1:
-        source = f"read from the card at {here.address}"
-        return replace(found, desktop=here.sensors.vram_used_bytes, desktop_source=source)
-    return found
+        return replace(card, desktop=int(desktop_gib * GIB), desktop_source="given")
+    if installed is not None and installed.sensors.vram_used_bytes is not None and abs(installed_gib - size) < 1:
+        source = f"read from the card at {installed.address}"
+        return replace(card, desktop=installed.sensors.vram_used_bytes, desktop_source=source)
+    return card
 
 
 def _largest_card(machine: Machine) -> Gpu | None:
@@ -312,8 +336,8 @@ def quiet() -> Iterator[None]:
 def config_of(fields: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    rest = dict(fields)
-    return AutoConfig.for_model(rest.pop("model_type"), **rest)
+    settings = dict(fields)
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
 @quiet()
@@ -324,7 +348,8 @@ def config_for(request: PlanRequest) -> tuple[Any, list[str]]:
     try:
         return read_config(ModelSource(request.model, request.revision, request.trust_remote_code)), []
     except UsageError:
-        if (known := public_model(request.model)) is None:
+        known = public_model(request.model)
+        if known is None:
             raise
     note = f"its configuration could not be read; planned with the known shape of {known.name}"
     return config_of(known.fields), [note]
@@ -341,8 +366,11 @@ def text_config(config: Any, *, decoder: bool = False) -> Any:
 def longest_position(config: Any) -> int | None:
     """Tokens that a model was made for; None if its configuration has no limit."""
     text = text_config(config)
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    return next((value for key in names if isinstance(value := getattr(text, key, None), int) and value > 0), None)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
 
 
 # ---- public models ----------------------------------------------------------------------------------------------

@@ -66,27 +66,32 @@ class Sample:
 
         Of those named in ``cut`` a card has one of so many parts.
         """
-        owners = {
-            id(tensor): index
-            for index, layer in enumerate(self.layers)
-            for tensor in (*layer.parameters(), *layer.buffers())
-        }
+        owners: dict[int, int] = {}  # the layer of a tensor, by its id
+        for number, module in enumerate(self.layers):
+            for tensor in (*module.parameters(), *module.buffers()):
+                owners[id(tensor)] = number
         joined = _joined(self.base)
         for name, parameter in self.model.named_parameters():
             layer = owners.get(id(parameter), -1)
             state = getattr(parameter, "quant_state", None)
-            constants = 4 * len(parameter) if type(parameter).__name__ == "Int8Params" else 0  # one a row
+            elements = parameter.numel()
+            if state is not None:
+                elements = math.prod(state.shape)
             parts = ranks if name in cut else 1
+            of_adapter = ".lora_" in name or "modules_to_save" in name
             yield Weight(
-                part="adapters" if ".lora_" in name or "modules_to_save" in name else "weights",
+                part="adapters" if of_adapter else "weights",
                 layer=layer,
-                elements=-(-(parameter.numel() if state is None else math.prod(state.shape)) // parts),
+                elements=-(-elements // parts),
                 nbytes=-(-parameter.nbytes // parts),
                 itemsize=parameter.element_size(),
                 trained=parameter.requires_grad,
                 streams=not parameter.requires_grad and is_streamed(name, parameter),
                 fused=name.rpartition(".")[2] in joined,
             )
+            constants = 0
+            if type(parameter).__name__ == "Int8Params":
+                constants = 4 * len(parameter)  # one a row
             if state is not None:
                 constants = sum(attrgetter(path)(state).nbytes for path in quant_state_of(state))
                 yield Weight(part="quantisation constants", layer=layer, nbytes=state.absmax.nbytes, streams=True)
@@ -99,25 +104,37 @@ class Sample:
     def _checksums(self, owners: Mapping[int, int]) -> Iterator[Weight]:
         """What the checks of products with frozen weights hold on the card: three float32 a row, a column and a layer,
         and three for each number of them (``train/arithmetic/``)."""
-        head, sizes, of_experts = self.base.get_output_embeddings(), set[int](), 0
+        head = self.base.get_output_embeddings()
+        widths: set[int] = set()  # the numbers of rows and columns
         for module in self.model.modules():
-            if not isinstance(module, nn.Linear | Conv1D) or any(each.requires_grad for each in module.parameters()):
+            if not isinstance(module, nn.Linear | Conv1D):
+                continue
+            if any(parameter.requires_grad for parameter in module.parameters()):
                 continue
             if module is head and not self.request.one_pass_loss:
                 continue
-            columns = (
-                (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
-            )
-            sizes |= {*columns}
-            yield Weight(part="checksums", layer=owners.get(id(module.weight), -1), nbytes=12 * (sum(columns) + 1))
+            if isinstance(module, Conv1D):
+                inputs, outputs = module.nx, module.nf
+            else:
+                inputs, outputs = module.in_features, module.out_features
+            widths |= {inputs, outputs}
+            layer = owners.get(id(module.weight), -1)
+            yield Weight(part="checksums", layer=layer, nbytes=12 * (inputs + outputs + 1))
+        of_experts = 0
         for _, experts in experts_of(self.base):
             for name in weights_of(experts):
-                if not (weight := getattr(experts, name)).requires_grad:
-                    count, into, out, _ = layout(experts, name)
-                    sizes |= {into, out}
-                    layer = owners.get(id(weight), -1)
-                    of_experts += (1 if layer < 0 else self.layer_of.count(layer)) * 12 * (count * (into + out) + 1)
-        yield Weight(part="checksums", layer=-1, nbytes=min(of_experts, CHECKSUMS_OF_EXPERTS) + 12 * sum(sizes))
+                weight = getattr(experts, name)
+                if weight.requires_grad:
+                    continue
+                count, inputs, outputs, _ = layout(experts, name)
+                widths |= {inputs, outputs}
+                layer = owners.get(id(weight), -1)
+                layers = 1
+                if layer >= 0:
+                    layers = self.layer_of.count(layer)
+                of_experts += layers * 12 * (count * (inputs + outputs) + 1)
+        of_experts = min(of_experts, CHECKSUMS_OF_EXPERTS)
+        yield Weight(part="checksums", layer=-1, nbytes=of_experts + 12 * sum(widths))
 
 
 def _joined(base: Any) -> set[str]:
@@ -125,9 +142,13 @@ def _joined(base: Any) -> set[str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import MergeModulelist, WeightConverter
 
-    found = (each for each in get_model_conversion_mapping(base) if isinstance(each, WeightConverter))
-    merged = (each for each in found if any(isinstance(one, MergeModulelist) for one in each.operations))
-    return {target.rpartition(".")[2] for each in merged for target in each.target_patterns}
+    names: set[str] = set()
+    for conversion in get_model_conversion_mapping(base):
+        if not isinstance(conversion, WeightConverter):
+            continue
+        if any(isinstance(operation, MergeModulelist) for operation in conversion.operations):
+            names |= {target.rpartition(".")[2] for target in conversion.target_patterns}
+    return names
 
 
 @quiet()
@@ -139,32 +160,49 @@ def build(config: Any, request: PlanRequest, method: str, *, whole: bool = False
     dtype = getattr(torch, request.dtype_of(method))
     base = _meta_model(copy.deepcopy(config), dtype, request)
     text = text_config(base.config, decoder=True)
-    if (found := find_layers(base, text)) is None:
+    stack = find_layers(base, text)
+    if stack is None:
         raise UsageError(f"{type(base).__name__} cannot be planned: no stack of its layers was found in it")
-    layers = found[1]
+    _, layers, _ = stack
     layer_of: Counts = tuple(range(len(layers)))
     if not whole:
         layer_of = _keep_one_of_each_kind(layers, text)
-        for module in base.modules():  # Llama 3.2 Vision, which skips these layers for text
-            if isinstance(numbers := vars(module).get("cross_attention_layers"), list):
-                module.cross_attention_layers = [i for i in range(len(layers)) if layer_of.index(i) in numbers]
-    senses = [name.removesuffix("_config") for name in config.sub_configs if re.match("vision|audio", name)]
-    seeing = senses and type(base.config) is type(config)
+        _renumber_skipped_layers(base, layer_of, len(layers))
+    notes = _unseen_senses(config, base, request)
     quantised = _quantisation(config, request, method, dtype)
     if quantised is not None:
         _quantise(base, quantised, dtype)
     elif has_mxfp4(config):
         _pack_mxfp4(base, dtype)
-    model = base if method == "full" else _attach(base, request)
+    model = base
+    if method != "full":
+        model = _attach(base, request)
     if quantised is not None:  # as TRL does, except for DoRA's magnitudes
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
     model.train()
-    senses = [each for each in senses if each != "vision" or not request.pictures]
-    notes = (f"only text is counted, not {' and '.join(senses)} input",) if seeing and senses else ()
-    made: dict[str, Any] = {"model": model, "base": base, "layers": layers, "layer_of": layer_of}
-    return Sample(config=text, request=request, notes=notes, **made)
+    return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, request=request, notes=notes)
+
+
+def _renumber_skipped_layers(base: Any, layer_of: Counts, kept: int) -> None:
+    """Give the layers that Llama 3.2 Vision skips for text, a list of numbers, the numbers of the layers kept."""
+    for module in base.modules():
+        skipped = vars(module).get("cross_attention_layers")
+        if isinstance(skipped, list):
+            module.cross_attention_layers = [number for number in range(kept) if layer_of.index(number) in skipped]
+
+
+def _unseen_senses(config: Any, base: Any, request: PlanRequest) -> tuple[str, ...]:
+    """A note that a model which sees or hears is planned for text only; empty: it is not."""
+    if type(base.config) is not type(config):  # a language model alone
+        return ()
+    senses = [name.removesuffix("_config") for name in config.sub_configs if re.match("vision|audio", name)]
+    if request.pictures:
+        senses = [sense for sense in senses if sense != "vision"]
+    if not senses:
+        return ()
+    return (f"only text is counted, not {' and '.join(senses)} input",)
 
 
 def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
@@ -173,28 +211,31 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
     from transformers.initialization import no_init_weights
 
     name = (config.architectures or ["?"])[0]
-    part = text_config(config)
+    options: dict[str, Any] = {"dtype": dtype}
+    if request.attention != "sdpa":
+        options["attn_implementation"] = request.attention
     architecture = architecture_of(config)
-    more: dict[str, Any] = {} if request.attention == "sdpa" else {"attn_implementation": request.attention}
-    if architecture is None:  # as in TRL
-        auto = auto_class(config) if request.trust_remote_code else None
-        if auto is None:
-            version = f"transformers {transformers.__version__} has no such class"
-            raise UsageError(f"{name} cannot be planned: {version} (its own code needs --trust_remote_code)")
-        architecture, more["trust_remote_code"] = auto, True
+    if architecture is None and request.trust_remote_code:  # as in TRL
+        architecture = auto_class(config)
+        options["trust_remote_code"] = True
+    if architecture is None:
+        version = f"transformers {transformers.__version__} has no such class"
+        raise UsageError(f"{name} cannot be planned: {version} (its own code needs --trust_remote_code)")
     make = getattr(architecture, "_from_config", None) or architecture.from_config
-    if part is not config and isinstance(part, getattr(architecture, "config_class", None) or ()):
-        config = part  # a language model alone, of a configuration that describes more
+    text = text_config(config)
+    if text is not config and isinstance(text, getattr(architecture, "config_class", None) or ()):
+        config = text  # a language model alone, of a configuration that describes more
     try:
         with torch.device("meta"), no_init_weights():
-            model = make(config, dtype=dtype, **more)
+            model = make(config, **options)
             if hasattr(model, "tie_weights"):
                 model.tie_weights()  # part of the initialisation, which is skipped because it takes seconds
     except (*FOREIGN_ERRORS, OSError) as error:  # OSError: a file of the model's own code is missing
         raise UsageError(f"{name} cannot be planned: {describe(config, error)}") from error
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    causal = hasattr(model, "prepare_inputs_for_generation")  # PEFT's measure; a masked language model has none
-    if getattr(config, "is_encoder_decoder", False) or getattr(head, "weight", None) is None or not causal:
+    has_head = getattr(head, "weight", None) is not None
+    is_causal = hasattr(model, "prepare_inputs_for_generation")  # PEFT's measure; a masked language model has none
+    if getattr(config, "is_encoder_decoder", False) or not has_head or not is_causal:
         raise UsageError(f"{name} cannot be planned: it is no causal language model with an output head")
     return model
 
@@ -205,17 +246,25 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> Counts:
     The number of layers in the configuration stays: some models slice tensors by it. Returns which layer stands for
     which.
     """
-    lists = {key: value for key, value in vars(text).items() if isinstance(value, list | tuple)}
-    per_layer = {key: value for key, value in lists.items() if len(value) == len(layers)}
-    numbers = {key for key, value in per_layer.items() if list(value) == list(range(len(layers)))}
+    count = len(layers)
+    last = count - 1
+    per_layer: dict[str, Any] = {}  # the settings that have a value for each layer
+    for key, value in vars(text).items():
+        if isinstance(value, list | tuple) and len(value) == count:
+            per_layer[key] = value
+    numbers = {key for key, value in per_layer.items() if list(value) == list(range(count))}  # of the layers themselves
     settings = [value for key, value in per_layer.items() if key not in numbers]
     kinds = [_kind(layer, [repr(value[i]) for value in settings]) for i, layer in enumerate(layers)]
-    last = len(layers) - 1
-    stands_for = {i: next(k for k in range(1, i + 1) if kinds[k] == kinds[i]) for i in range(1, last)}
-    stands_for |= {0: 0, last: last}
+    stands_for = {0: 0}
+    for i in range(1, last):
+        stands_for[i] = 1 + kinds[1 : i + 1].index(kinds[i])  # the first of its kind after the first layer
+    stands_for[last] = last
     kept = sorted(set(stands_for.values()))
     for key, value in per_layer.items():
-        vars(text)[key] = type(value)(range(len(kept)) if key in numbers else (value[i] for i in kept))
+        if key in numbers:
+            vars(text)[key] = type(value)(range(len(kept)))
+        else:
+            vars(text)[key] = type(value)(value[i] for i in kept)
     modules = [layers[i] for i in kept]
     del layers[:]
     layers.extend(modules)
@@ -223,19 +272,25 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> Counts:
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = position
-    return tuple(kept.index(stands_for[i]) for i in range(last + 1))
+    return tuple(kept.index(stands_for[i]) for i in range(count))
 
 
 def _kind(layer: nn.Module, settings: list[str]) -> tuple[object, ...]:
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    modes = [(name, value) for each in layer.modules() for name, value in vars(each).items() if isinstance(value, bool)]
-    return shapes, tuple(type(module).__name__ for module in layer.modules()), tuple(modes), tuple(settings)
+    """What tells layers apart: the shapes of their parameters, their modules with these' switches, their settings."""
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+    types = [type(module).__name__ for module in layer.modules()]
+    switches: list[tuple[str, bool]] = []
+    for module in layer.modules():
+        switches += [(name, value) for name, value in vars(module).items() if isinstance(value, bool)]
+    return tuple(shapes), tuple(types), tuple(switches), tuple(settings)
 
 
 def _attach(base: Any, request: PlanRequest) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    targets: Any = request.targets if isinstance(request.targets, str) else list(request.targets)
+    targets: Any = request.targets
+    if not isinstance(targets, str):
+        targets = list(targets)
     targets = beside_experts(base, targets)
     check_targets(base, targets, saved=request.modules_to_save)
     settings = LoraConfig(
@@ -259,9 +314,8 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
         if not refused:
             raise UsageError(f"PEFT refuses these adapters: {first_line(error)}") from error
         others = " ".join(name for name in known if name not in refused)
-        raise UsageError(
-            f"PEFT does not adapt {', '.join(refused)} of {type(base).__name__}: give --targets {others}"
-        ) from error
+        what = f"{', '.join(refused)} of {type(base).__name__}"
+        raise UsageError(f"PEFT does not adapt {what}: give --targets {others}") from error
     if hasattr(base.get_output_embeddings(), "lora_A"):
         raise UsageError("an adapter on the output head is never trained, TRL's loss reads its weight: leave it out")
     return model
@@ -271,7 +325,8 @@ def _choose_vision(base: Any, settings: Any, request: PlanRequest) -> None:
     """Leave the vision tower and the projector out of the adapters' targets unless they are to be trained."""
     from hf_rocm_tune.models.vision import vision_parts, whole_modules  # not imported for text
 
-    if (parts := vision_parts(base)) is None:
+    parts = vision_parts(base)
+    if parts is None:
         return
     tower, projector = request.train_vision_tower, request.train_projector
     settings.exclude_modules = parts.left_out(tower=tower == "lora", projector=projector == "lora")
@@ -291,11 +346,16 @@ def _quantisation(config: Any, request: PlanRequest, method: str, dtype: torch.d
             return BitsAndBytesConfig.from_dict(given if isinstance(given, dict) else given.to_dict())
         except FOREIGN_ERRORS as error:
             wrong = f"the quantization_config of its config.json is wrong ({first_line(error)})"
-            raise UsageError(
-                f"model {request.model}: {wrong}: mend it, or give the model that was quantised"
-            ) from error
-    more = {"bnb_4bit_use_double_quant": request.nested, "bnb_4bit_compute_dtype": dtype}
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **more) if method == "qlora" else None
+            fix = "mend it, or give the model that was quantised"
+            raise UsageError(f"model {request.model}: {wrong}: {fix}") from error
+    if method != "qlora":
+        return None
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=request.nested,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> None:
@@ -307,27 +367,35 @@ def _quantise(base: Any, settings: Any, dtype: torch.dtype) -> None:
     if settings.load_in_8bit:  # outlier columns depend on content; without a threshold no product is split
         settings.llm_int8_threshold = 0.0
     skipped = settings.llm_int8_skip_modules
-    skipped = get_keys_to_not_convert(base) if skipped is None else skipped
+    if skipped is None:
+        skipped = get_keys_to_not_convert(base)
     replace_with_bnb_linear(base, [*skipped, *routers_of(base), *cast_targets(base)], settings)
-    base.is_loaded_in_4bit, base.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
+    base.is_loaded_in_4bit = settings.load_in_4bit
+    base.is_loaded_in_8bit = settings.load_in_8bit
     base.is_quantized = True
     layers = [module for module in base.modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")]
     if not layers:
         raise UsageError(f"{type(base).__name__} has no linear layer that bitsandbytes quantises: give --method lora")
     tables = dict(bitsandbytes.functional.name2qmap)
     for layer in layers:
-        shape = layer.out_features, layer.in_features
+        shape = (layer.out_features, layer.in_features)
         if settings.load_in_4bit:
-            how = {"compress_statistics": settings.bnb_4bit_use_double_quant, "quant_type": "nf4"}
-            whole = torch.empty(shape, dtype=dtype, device="meta")
-            layer.weight = bitsandbytes.nn.Params4bit(whole, requires_grad=False, **how)._quantize(whole.device)
+            weight = bitsandbytes.nn.Params4bit(
+                torch.empty(shape, dtype=dtype, device="meta"),
+                requires_grad=False,
+                compress_statistics=settings.bnb_4bit_use_double_quant,
+                quant_type="nf4",
+            )
+            layer.weight = weight._quantize(weight.device)
             layer.quant_state = layer.weight.quant_state
         else:  # its codes and a float32 constant a row, as if it was loaded
-            codes, constants = torch.empty(shape, dtype=torch.int8, device="meta"), torch.empty(shape[0], device="meta")
+            codes = torch.empty(shape, dtype=torch.int8, device="meta")
+            constants = torch.empty(layer.out_features, device="meta")
             layer.weight = bitsandbytes.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=constants)
-    packed = [(each, name) for _, each in experts_of(base) if settings.load_in_4bit for name in weights_of(each)]
-    for each, name in packed:
-        setattr(each, name, pack_nf4(name, getattr(each, name).data.to(dtype), settings))
+    if settings.load_in_4bit:
+        for _, experts in experts_of(base):
+            for name in weights_of(experts):
+                setattr(experts, name, pack_nf4(name, getattr(experts, name).data.to(dtype), settings))
     use_packed(base)
     bitsandbytes.functional.name2qmap.clear()  # tables on the meta device would break real loading in this process
     bitsandbytes.functional.name2qmap.update(tables)
@@ -338,6 +406,7 @@ def _pack_mxfp4(base: Any, dtype: torch.dtype) -> None:
         for name in weights_of(experts):
             count, inputs, outputs = getattr(experts, name).shape
             scales = torch.empty((count, outputs, inputs // 32), dtype=torch.uint8, device="meta")
-            blocks, code = scales.new_empty((*scales.shape, 16)), torch.empty_like(mxfp4_code(), device="meta")
+            blocks = scales.new_empty((*scales.shape, 16))
+            code = torch.empty_like(mxfp4_code(), device="meta")
             setattr(experts, name, pack_mxfp4(blocks, scales, code, dtype))
     use_packed(base)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from hf_rocm_tune.errors import UsageError
@@ -23,12 +24,13 @@ from hf_rocm_tune.plan.estimate import (
     Case,
     Counts,
     Estimate,
+    Variant,
     Weights,
     estimate,
     fastest,
     roomiest,
 )
-from hf_rocm_tune.plan.fit import Plan, grid_of, plan_for
+from hf_rocm_tune.plan.fit import Plan, Recordings, grid_of, plan_for
 
 #: Fields of a request that a step of one micro-batch does not depend on.
 _SAME_STEP = frozenset({"stream", "cards", "methods"})
@@ -55,12 +57,14 @@ class SplitPlan:
         return self.least_spare >= 0
 
     def lines(self) -> Iterator[str]:
-        each = zip(_ranges(self.counts), self.estimates, self.cards, strict=True)
-        for number, ((start, stop), found, card) in enumerate(each):
-            beside = ", embeddings, head and loss" if number == 0 else ""
-            rest = f"{abs(found.spare) / GIB:.1f} {'spare' if found.fits else 'missing'}"
-            of = f"{found.total / GIB:.1f} of {card.usable / GIB:.1f} GiB"
-            yield f"card {number}: layers {start} to {stop - 1}{beside}: {of}, {rest}"
+        held = zip(_ranges(self.counts), self.estimates, self.cards, strict=True)
+        for number, ((start, stop), estimated, card) in enumerate(held):
+            what = f"layers {start} to {stop - 1}"
+            if number == 0:
+                what += ", embeddings, head and loss"
+            rest = "spare" if estimated.fits else "missing"
+            memory = f"{estimated.total / GIB:.1f} of {card.usable / GIB:.1f} GiB"
+            yield f"card {number}: {what}: {memory}, {abs(estimated.spare) / GIB:.1f} {rest}"
 
 
 def split_plan(
@@ -80,51 +84,74 @@ def split_plan(
     if whole.layers < len(cards):
         raise UsageError(f"{whole.layers} layers cannot be distributed over {len(cards)} cards")
 
-    def split(option: Estimate, shared: Counts) -> SplitPlan:
-        found = parts(whole, option.variant, option.case, shared, cards, flights)
-        return SplitPlan(option=option, counts=shared, estimates=found, cards=tuple(cards))
-
-    def best(option: Estimate) -> SplitPlan:
-        if counts is not None:
-            return split(option, counts)
-        firsts = range(1, whole.layers - len(cards) + 2)
-        cuts = [(first, *even_counts(whole.layers - first, len(cards) - 1)) for first in firsts]
-
-        def first_is_fullest(cut: Counts) -> bool:
-            found = split(option, cut)
-            return found.estimates[0].spare <= found.least_spare
-
-        at = bisect_left(cuts, True, key=first_is_fullest)
-        near = [split(option, cut) for cut in cuts[max(at - 1, 0) : at + 1]]
-        return max(near, key=lambda each: each.least_spare)
-
-    found = [best(option) for option in whole.every if option.case.recompute is None]  # a mix is what fits one card
-    if not found:
+    # a mix of recomputed layers is what fits one card
+    options = [option for option in whole.every if option.case.recompute is None]
+    if not options:
         raise UsageError("a mix of recomputed layers is planned for one card only")
-    for least in cards[0].rooms:
-        if roomy := [each for each in found if each.least_spare >= least]:
-            top = max(each.option.tokens_per_second for each in roomy)
-            equals = [each for each in roomy if each.option.tokens_per_second >= top * (1 - NEAR)]
-            return min(equals, key=lambda each: (each.option.case.micro_batch, -each.least_spare))
-    return max(found, key=lambda each: each.least_spare)
+    splits: list[SplitPlan] = []
+    for option in options:
+        if counts is None:
+            splits.append(_evenest_split(whole, option, cards, flights))
+        else:
+            splits.append(_split(whole, option, counts, cards, flights))
+    for room in cards[0].rooms:
+        roomy = [split for split in splits if split.least_spare >= room]
+        if roomy:
+            fastest_rate = max(split.option.tokens_per_second for split in roomy)
+            nearly = [split for split in roomy if split.option.tokens_per_second >= fastest_rate * (1 - NEAR)]
+            return min(nearly, key=lambda split: (split.option.case.micro_batch, -split.least_spare))
+    return max(splits, key=lambda split: split.least_spare)
+
+
+def _split(whole: Plan, option: Estimate, counts: Counts, cards: Sequence[CardMemory], flights: int) -> SplitPlan:
+    estimates = parts(whole, option.variant, option.case, counts, cards, flights)
+    return SplitPlan(option=option, counts=counts, estimates=estimates, cards=tuple(cards))
+
+
+def _evenest_split(whole: Plan, option: Estimate, cards: Sequence[CardMemory], flights: int) -> SplitPlan:
+    """The split that leaves most memory on the fullest card.
+
+    The more layers the first card has, the less it leaves: the best is where it becomes the fullest, or one layer less.
+    """
+    most_on_first = whole.layers - len(cards) + 1
+    cuts = [
+        (first, *even_counts(whole.layers - first, len(cards) - 1))  # of layers, for each card
+        for first in range(1, most_on_first + 1)
+    ]
+
+    def first_is_fullest(cut: Counts) -> bool:
+        split = _split(whole, option, cut, cards, flights)
+        return split.estimates[0].spare <= split.least_spare
+
+    at = bisect_left(cuts, True, key=first_is_fullest)
+    near = [_split(whole, option, cut, cards, flights) for cut in cuts[max(at - 1, 0) : at + 1]]
+    return max(near, key=lambda split: split.least_spare)
 
 
 def parts(
     plan: Plan, method: str, case: Case, counts: Counts, cards: Sequence[CardMemory], flights: int
 ) -> tuple[Estimate, ...]:
     """What each card takes, with so many micro-batches in flight if a step has as many."""
-    case, recordings = replace(case, flights=min(flights, case.accumulation)), plan.recordings[method]
-    ranges = zip(_ranges(counts), cards, strict=True)
-    return tuple(estimate(recordings.part(start, stop), case, card) for (start, stop), card in ranges)
+    case = replace(case, flights=min(flights, case.accumulation))
+    recordings = plan.recordings[method]
+    estimates = []
+    for (start, stop), card in zip(_ranges(counts), cards, strict=True):
+        estimates.append(estimate(recordings.part(start, stop), case, card))
+    return tuple(estimates)
 
 
 def _ranges(counts: Counts) -> list[tuple[int, int]]:
-    return [(sum(counts[:card]), sum(counts[: card + 1])) for card in range(len(counts))]
+    """The first layer of each card, and the one after its last."""
+    return list(pairwise(accumulate(counts, initial=0)))
 
 
 def even_counts(layers: int, cards: int) -> Counts:
     """As many layers on each card; one more on the last ones, as the first has embeddings and head."""
-    return tuple(layers // cards + (card >= cards - layers % cards) for card in range(cards))
+    counts = []
+    for card in range(cards):
+        has_one_more = card >= cards - layers % cards
+        counts.append(layers // cards + has_one_more)
+    return tuple(counts)
 
 
 # ---- the ways, compared -----------------------------------------------------------------------------------------
@@ -144,27 +171,34 @@ class CardsWay:
 def ways(plan: Plan) -> list[CardsWay]:
     """Estimates of all ways that the model supports."""
     cards = plan.request.cards
-    more = f" --num_processes {cards}" if cards != 2 else ""  # the configurations are for two
-    launched = f"--accelerate_config dual_rx7900xt{more}"
-    found = [
-        _replicated(plan, "ddp", 2 * (cards - 1) / cards, LINK, launched),
-        _replicated(plan, "host", 2.0, THROUGH_HOST, f"{launched} --grad_sync host"),
-    ]
+    processes = ""
+    if cards != 2:  # the configurations are for two
+        processes = f" --num_processes {cards}"
+    launched = f"--accelerate_config dual_rx7900xt{processes}"
+    # in a ring each card sends the shares of the others, twice; through the host it sends and receives all
+    ddp = _replicated(plan, "ddp", 2 * (cards - 1) / cards, LINK, launched)
+    through_host = _replicated(plan, "host", 2.0, THROUGH_HOST, f"{launched} --grad_sync host")
     if plan.request.trainer != "sft":  # the other ways refuse these trainers
-        return found
-    found.append(_sharded(plan, f"--accelerate_config dual_rx7900xt_fsdp2{more}"))
-    for way in (_layered, _together):
-        with suppress(UsageError):  # fewer layers than cards; weights that cannot be sharded
-            found += way(plan)
-    return found
+        return [ddp, through_host]
+    fsdp2 = _sharded(plan, f"--accelerate_config dual_rx7900xt_fsdp2{processes}")
+    all_ways = [ddp, through_host, fsdp2]
+    with suppress(UsageError):  # fewer layers than cards
+        all_ways += _layered(plan)
+    with suppress(UsageError):  # weights that cannot be sharded
+        all_ways += _together(plan)
+    return all_ways
 
 
-def best_of(found: Iterable[CardsWay]) -> CardsWay | None:
+def best_of(all_ways: Iterable[CardsWay]) -> CardsWay | None:
     """The fastest that fits, with the card's room or margin if one does; of nearly equal ones the first, which sends
     least. None: none fits."""
-    offered = roomiest([each for each in found if each.option.fits], lambda each: each.option)
-    top = max((each.option.tokens_per_second for each in offered), default=0.0)
-    return next((each for each in offered if each.option.tokens_per_second >= top * (1 - NEAR)), None)
+    fitting = [way for way in all_ways if way.option.fits]
+    offered = roomiest(fitting, lambda way: way.option)
+    fastest_rate = max((way.option.tokens_per_second for way in offered), default=0.0)
+    for way in offered:
+        if way.option.tokens_per_second >= fastest_rate * (1 - NEAR):
+            return way
+    return None
 
 
 def sentence(plan: Plan, best: CardsWay) -> str:
@@ -172,7 +206,7 @@ def sentence(plan: Plan, best: CardsWay) -> str:
     reason = "does not fit on one card"
     if best.name in ("ddp", "host"):
         reason = f"fits on each card, so {plan.request.cards} batches are computed at once"
-    elif any(each.fits and each.variant == method for each in plan.grid):
+    elif any(option.fits and option.variant == method for option in plan.grid):
         reason = "is estimated to be faster this way"
     return f"{best.name}: {method} {reason}; {best.crossing / GIB:.2f} GiB cross in a step"
 
@@ -187,8 +221,8 @@ def _way(
     lines: Iterable[str] = (),
 ) -> CardsWay:
     """The best of these cases of one card."""
-    options = [at(one.variant, one.case) for one in cases]
-    best = fastest(options) or min(options, key=lambda each: each.total)
+    options = [at(option.variant, option.case) for option in cases]
+    best = fastest(options) or min(options, key=lambda option: option.total)
     return CardsWay(name=name, option=best, crossing=crossing(best), flags=flags, lines=tuple(lines))
 
 
@@ -204,57 +238,70 @@ def _itemsize(plan: Plan, method: str) -> int:
 
 
 def _replicated(plan: Plan, name: str, times: float, rate: float, flags: str) -> CardsWay:
-    """In a ring each card sends the shares of the others, twice; through the host it sends and receives all."""
+    """The whole model on each card; each sends its gradients so many times, at so many bytes a second."""
 
     def sends(method: str) -> float:
         return times * plan.variants[method].weights.gradients
 
     def at(method: str, case: Case) -> Estimate:
-        return _timed(estimate(plan.variants[method], case, plan.card), plan, plus=sends(method) / rate)
+        option = estimate(plan.variants[method], case, plan.card)
+        return _timed(option, plan, plus=sends(method) / rate)
 
-    return _way(plan, name, flags, plan.grid, at, lambda one: plan.request.cards * sends(one.variant))
+    return _way(plan, name, flags, plan.grid, at, lambda best: plan.request.cards * sends(best.variant))
 
 
 def _sharded(plan: Plan, flags: str) -> CardsWay:
     """FSDP2 gathers layers and embeddings twice per micro-batch, during computation, and the other weights once."""
     cards = plan.request.cards
-    variants, gathered = {}, {}
+    variants: dict[str, Variant] = {}
+    gathered: dict[str, float] = {}  # bytes that a card receives in a micro-batch, by method
     for method, recordings in plan.recordings.items():
-        whole, layer_of = recordings.variant, recordings.sample.layer_of
-        by_layer = [0] * (1 + max(layer_of))
-        for weight in recordings.weights:
-            if weight.layer >= 0 and weight.part == "weights":
-                by_layer[weight.layer] += weight.nbytes
-        layers = sum(by_layer[layer] for layer in layer_of)
-        embeddings = recordings.sample.base.get_input_embeddings().weight.nbytes
-        saved = max(0, int(layers * (cards - 1) / cards) - 2 * max(by_layer))  # two layers are gathered at a time
-        held = dict(whole.weights.parts)
-        held |= {"weights": held["weights"] - saved, "adapters": held["adapters"] // cards}
-        trained = tuple(replace(each, elements=-(-each.elements // cards)) for each in whole.weights.trained)
-        # 4-bit weights are quantised on each card before they are sharded
-        loading = whole.weights.loading + saved if whole.weights.parts["quantisation constants"] else 0
-        variants[method] = replace(whole, weights=replace(whole.weights, parts=held, trained=trained, loading=loading))
-        # all weights outside the layers once, the embeddings again
-        every = whole.weights.parts["weights"] + layers + embeddings + 2 * whole.weights.parts["adapters"]
-        gathered[method] = every * (cards - 1) / cards
+        variants[method], gathered[method] = _shard_of(recordings, cards)
 
     def at(method: str, case: Case) -> Estimate:
-        found = replace(estimate(variants[method], replace(case, cards=1), plan.card), case=case)
-        found = replace(found, tokens_per_second=cards * found.tokens_per_second)
-        return _timed(found, plan, least=case.accumulation * gathered[method] / LINK)
+        option = replace(estimate(variants[method], replace(case, cards=1), plan.card), case=case)
+        option = replace(option, tokens_per_second=cards * option.tokens_per_second)
+        return _timed(option, plan, least=case.accumulation * gathered[method] / LINK)
 
     def crossing(best: Estimate) -> float:
         weights = cards * best.case.accumulation * gathered[best.variant]
         return weights + (cards - 1) * plan.variants[best.variant].weights.gradients
 
-    return _way(plan, "fsdp2", flags, (one for one in plan.grid if one.case.recompute is None), at, crossing)
+    cases = [option for option in plan.grid if option.case.recompute is None]
+    return _way(plan, "fsdp2", flags, cases, at, crossing)
+
+
+def _shard_of(recordings: Recordings, cards: int) -> tuple[Variant, float]:
+    """What one of so many cards holds under FSDP2, and the bytes that it receives in a micro-batch."""
+    whole, layer_of = recordings.variant, recordings.sample.layer_of
+    by_layer = [0] * (1 + max(layer_of))
+    for weight in recordings.weights:
+        if weight.layer >= 0 and weight.part == "weights":
+            by_layer[weight.layer] += weight.nbytes
+    layers = sum(by_layer[layer] for layer in layer_of)
+    saved = max(0, int(layers * (cards - 1) / cards) - 2 * max(by_layer))  # two layers are gathered at a time
+    held = dict(whole.weights.parts)
+    held["weights"] -= saved
+    held["adapters"] //= cards
+    trained = tuple(replace(weight, elements=-(-weight.elements // cards)) for weight in whole.weights.trained)
+    loading = 0
+    if whole.weights.parts["quantisation constants"]:
+        # 4-bit weights are quantised on each card before they are sharded
+        loading = whole.weights.loading + saved
+    weights = replace(whole.weights, parts=held, trained=trained, loading=loading)
+    # all weights once; the layers, the embeddings and the adapters again
+    embeddings = recordings.sample.base.get_input_embeddings().weight.nbytes
+    gathered = whole.weights.parts["weights"] + layers + embeddings + 2 * whole.weights.parts["adapters"]
+    return replace(whole, weights=weights), gathered * (cards - 1) / cards
 
 
 def _for_all(plan: Plan) -> Plan:
     """The plan of cards that work on the same micro-batches, as one card would compute them."""
     request = replace(plan.request, cards=1, mixes=False)
-    grids = (grid_of(each, plan.card, request) for each in plan.recordings.values())
-    return replace(plan, request=request, grid=tuple(one for grid in grids for one in grid))
+    grid: list[Estimate] = []
+    for recordings in plan.recordings.values():
+        grid += grid_of(recordings, plan.card, request)
+    return replace(plan, request=request, grid=tuple(grid))
 
 
 def _layered(plan: Plan) -> list[CardsWay]:
@@ -265,30 +312,34 @@ def _layered(plan: Plan) -> list[CardsWay]:
     """
     from hf_rocm_tune.cards.split import IN_FLIGHT  # imports torch
 
-    cards, plan = plan.request.cards, _for_all(plan)
-    found = split_plan(plan, cards=[plan.card] * cards)
+    cards = plan.request.cards
+    plan = _for_all(plan)
+    split = split_plan(plan, cards=[plan.card] * cards)
 
     def at(in_flight: int, method: str, case: Case) -> Estimate:
         """The fullest card; its speed is that of one card with all layers, or of all in a pipeline."""
-        each = parts(plan, method, case, found.counts, found.cards, in_flight)
-        seconds = sum(case.micro_batch * case.length / one.tokens_per_second for one in each)
-        fullest = replace(max(each, key=lambda one: one.total), case=case)
-        fullest = replace(fullest, tokens_per_second=case.micro_batch * case.length / seconds)
-        steps = case.accumulation
-        times, sides = (1.0, 1) if in_flight == 1 else ((steps + cards - 1) / steps / cards, cards)
-        return _timed(fullest, plan, times=times, plus=crossing(fullest) / THROUGH_HOST / sides)
+        on_cards = parts(plan, method, case, split.counts, split.cards, in_flight)
+        tokens = case.micro_batch * case.length
+        seconds = sum(tokens / option.tokens_per_second for option in on_cards)
+        fullest = max(on_cards, key=lambda option: option.total)
+        fullest = replace(fullest, case=case, tokens_per_second=tokens / seconds)
+        if in_flight == 1:
+            return _timed(fullest, plan, plus=crossing(fullest) / THROUGH_HOST)
+        times = (case.accumulation + cards - 1) / case.accumulation / cards
+        return _timed(fullest, plan, times=times, plus=crossing(fullest) / THROUGH_HOST / cards)
 
     def crossing(option: Estimate) -> float:
         """Each boundary, and back to the first card; both ways."""
         hidden = option.case.micro_batch * option.case.length * plan.sample.config.hidden_size
         return 2.0 * cards * option.case.accumulation * hidden * _itemsize(plan, option.variant)
 
-    flags = f"--split_layers {','.join(map(str, found.counts))}"
-    made = [_way(plan, "split", flags, [found.option], partial(at, 1), crossing, found.lines())]
-    if piped := [each for each in plan.grid if each.case.accumulation > 1]:
+    flags = f"--split_layers {','.join(map(str, split.counts))}"
+    layered = [_way(plan, "split", flags, [split.option], partial(at, 1), crossing, split.lines())]
+    piped = [option for option in plan.grid if option.case.accumulation > 1]
+    if piped:
         flags = "--split_layers auto --pipeline auto"
-        made.append(_way(plan, "pipeline", flags, piped, partial(at, IN_FLIGHT * cards), crossing))
-    return made
+        layered.append(_way(plan, "pipeline", flags, piped, partial(at, IN_FLIGHT * cards), crossing))
+    return layered
 
 
 def _together(plan: Plan) -> list[CardsWay]:
@@ -298,7 +349,8 @@ def _together(plan: Plan) -> list[CardsWay]:
     """
     from hf_rocm_tune.cards.tensor_parallel import RANKS, dims_of, summed  # imports torch
 
-    cards, recordings = plan.request.cards, plan.recordings.get("lora")
+    cards = plan.request.cards
+    recordings = plan.recordings.get("lora")
     if cards != RANKS or recordings is None:
         raise UsageError(f"tensor parallelism is for {RANKS} cards and LoRA")
     sample, whole = recordings.sample, recordings.variant
@@ -307,11 +359,10 @@ def _together(plan: Plan) -> list[CardsWay]:
     sharded = replace(whole, weights=weights)
     head = sample.vocabulary * int(sample.config.hidden_size)
     layers = cards * (whole.weights.parameters - weights.parameters) / (cards - 1)
-    times_of = {
-        id(module): sample.layer_of.count(number)
-        for number, layer in enumerate(sample.layers)
-        for module in layer.modules()
-    }
+    times_of: dict[int, int] = {}  # how often the real model has a module, by its id
+    for number, layer in enumerate(sample.layers):
+        for module in layer.modules():
+            times_of[id(module)] = sample.layer_of.count(number)
 
     def crossing(option: Estimate) -> float:
         sums = summed(sample.model, cards, recomputed=option.case.checkpointing)
@@ -319,12 +370,15 @@ def _together(plan: Plan) -> list[CardsWay]:
         return float(plan.request.effective_batch * option.case.length * _itemsize(plan, "lora") * sent)
 
     def at(_: str, case: Case) -> Estimate:
-        found = estimate(sharded, replace(case, cards=1), plan.card)
-        return _timed(found, plan, times=(layers / cards + head) / (layers + head), plus=crossing(found) / LINK)
+        option = estimate(sharded, replace(case, cards=1), plan.card)
+        return _timed(option, plan, times=(layers / cards + head) / (layers + head), plus=crossing(option) / LINK)
 
-    cases = [one for one in _for_all(plan).grid if one.variant == "lora"]
+    cases = [option for option in _for_all(plan).grid if option.variant == "lora"]
     flags = "--accelerate_config dual_rx7900xt --tensor_parallel true"
-    return [_way(plan, "tensor", flags, cases, at, lambda one: cards * crossing(one))]
+    return [_way(plan, "tensor", flags, cases, at, lambda best: cards * crossing(best))]
+
+
+# ---- advice -----------------------------------------------------------------------------------------------------
 
 
 class _Change(NamedTuple):
@@ -357,7 +411,9 @@ def _changes(plan: Plan, *, training: bool) -> Iterator[_Change]:
 def _fits_with(plan: Plan, change: _Change, least: Mapping[str, Any], *, training: bool) -> bool:
     """Whether a job with a change fits in what takes ``least``."""
     changed = replace(plan.request, **{**least, **change.fields})
-    known = plan.recordings if change.fields.keys() <= _SAME_STEP else {}
+    known: Mapping[str, Recordings] = {}
+    if change.fields.keys() <= _SAME_STEP:
+        known = plan.recordings
     other = plan_for(changed, card=plan.card, config=plan.config, known=known)
     if any(option.fits for option in other.grid):
         return True
@@ -372,15 +428,18 @@ def advice(plan: Plan, *, training: bool = False) -> str:
     least["micro_batch"] = 2 if request.trainer == "kto" else 1
     if all(recording.can_checkpoint for recording in plan.recordings.values()):
         least["checkpointing"] = True
-    found: list[str] = []
+    helpful: list[str] = []
     for change in _changes(plan, training=training):
         with suppress(UsageError):
             if _fits_with(plan, change, least, training=training):
-                found.append(change.words)
+                helpful.append(change.words)
     longest = 0
     if request.cards == 1 or training:
         longest = max(plan.longest(method) or 0 for method in plan.recordings)
     if 0 < longest < request.length:
-        found.append(f"--{'max_length' if training else 'seq'} {longest}")
-    some = f"what would fit: {' | '.join(found)}; or" if found else "what would fit:"
-    return f"{some} a smaller model: `hf-rocm-tune plan --largest`"
+        flag = "--max_length" if training else "--seq"
+        helpful.append(f"{flag} {longest}")
+    smaller_model = "a smaller model: `hf-rocm-tune plan --largest`"
+    if not helpful:
+        return f"what would fit: {smaller_model}"
+    return f"what would fit: {' | '.join(helpful)}; or {smaller_model}"

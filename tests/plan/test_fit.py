@@ -179,7 +179,7 @@ def test_a_training_job_asks_for_all_its_cards() -> None:
     asked = {"use_peft": True, "load_in_4bit": True, "lora_dropout": 0.0, "max_length": 512}
     asked |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
     request = from_training(asked, cards=2, platform="cuda")
-    assert (request.methods, request.effective_batch, request.each) == (("qlora",), 24, 12)
+    assert (request.methods, request.effective_batch, request.per_card) == (("qlora",), 24, 12)
 
 
 @pytest.mark.parametrize(
