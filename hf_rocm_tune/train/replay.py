@@ -63,6 +63,8 @@ _KNOWN = 1000  # trainings that are remembered
 
 @dataclass(frozen=True)
 class Figures:
+    """What is compared of two computations of one micro-batch."""
+
     digest: tuple[str, ...]
     figures: tuple[tuple[float, float], ...]  # loss, norms and sums of gradients, each with its scale
 
@@ -89,52 +91,73 @@ class Replays:
     """
 
     def __init__(self, trainer: OwningTrainer, products: ArithmeticChecks, *, on: bool) -> None:
-        self._trainer, self._products, self._on = trainer, products, on
-        self._begun = self._length = self._count = 0
-        self._every = EVERY
-        self._due = self._awaited = self._wrong = False
-        self._attempts, self._was_wrong = 0, ""
-        self._seen: list[Figures] = []  # of the micro-batch that is replayed in this step
+        self._trainer = trainer
+        self._products = products
+        self._on = on
+        self._every = EVERY  # steps
+        self._begun = 0  # steps
+        self._replayed = 0  # micro-batches
+        # of this step
+        self._is_due = False  # its first micro-batch is to be computed once before its real turn
+        self._is_awaited = False  # that has happened: the real turn is to be compared
+        self._is_wrong = False  # no two results agree yet
+        self._results: list[Figures] = []  # of the micro-batch that is replayed
+        self._attempts = 0  # in which attention or a choice was wrong
+        self._was_wrong = ""  # which of them
+        self._longest = 0  # tokens of the rows whose attention was checked
         self._known: KnownEqual | None = None
-        self._at_most = _AT_MOST[1]
+        self._most_spread = _AT_MOST[1]  # of results that kernels which are not deterministic explain
         self.deterministic: bool | None = None
         self.bound = 0.0
         self.failure = ""
         self.refusal: str | None = "training has not begun"
 
     def prepare(self) -> None:
+        """A training begins."""
         trainer, args = self._trainer, self._trainer.args
-        reasons = {
-            "--check_arithmetic off": not self._on,
-            "the weights are sharded over ranks": trainer.is_sharded or trainer.get_tp_size() > 1,
-            "the model changes buffers in its forward pass": any(running_statistics(trainer.model)),
-            "weights change during backward": any(name in str(args.optim) for name in ("lomo", "layerwise")),
-            # It may count what it sees, and would count a micro-batch twice.
-            "the trainer has code of its own": is_foreign(type(trainer)),
-        }
-        holding = [reason for reason, holds in reasons.items() if holds]
-        self.refusal = holding[0] if holding else None
+        self.refusal = self._why_not()
         self._on &= not args.torch_compile  # what is compiled calls no attention function
         self._every = max(1, EVERY // args.gradient_accumulation_steps)
         lowest, highest = _AT_MOST
-        self._at_most = min(highest, max(lowest, _ROUNDINGS * roundoff(_coarsest_dtype(trainer))))
+        self._most_spread = min(highest, max(lowest, _ROUNDINGS * roundoff(_coarsest_dtype(trainer))))
         is_card = trainer.mover.device.type != "cpu"
         if self._on and self.refusal is None and is_card and args.world_size == 1:  # ranks might know other things
             self._known = KnownEqual(trainer)
             if self.deterministic is None and self._known.is_known():
                 self.deterministic = True
 
+    def _why_not(self) -> str | None:
+        trainer = self._trainer
+        optimizer = str(trainer.args.optim)
+        if not self._on:
+            return "--check_arithmetic off"
+        if trainer.is_sharded or trainer.get_tp_size() > 1:
+            return "the weights are sharded over ranks"
+        if any(running_statistics(trainer.model)):
+            return "the model changes buffers in its forward pass"
+        if "lomo" in optimizer or "layerwise" in optimizer:
+            return "weights change during backward"
+        if is_foreign(type(trainer)):  # it may count what it sees, and would count a micro-batch twice
+            return "the trainer has code of its own"
+        return None
+
     def begin_step(self, step: int) -> None:
         self._begun += 1
-        self._due = self.refusal is None and (self._begun == FIRST_STEPS + 1 or step % self._every == 0)
-        self._seen, self._wrong, self._awaited, self._attempts = [], False, False, 0
+        is_turn = self._begun == FIRST_STEPS + 1 or step % self._every == 0
+        self._is_due = self.refusal is None and is_turn
+        self._is_awaited = False
+        self._is_wrong = False
+        self._results = []
+        self._attempts = 0
 
     def rehearse(self, stock: Stock, model: nn.Module, inputs: Any, num_items: Any) -> None:
         """Before the first micro-step of a step: compute it once, as it will be. Collective where it is due."""
-        due, self._due = self._due, False
-        if not due or not isinstance(inputs, Mapping):
+        is_due = self._is_due
+        self._is_due = False
+        if not is_due or not isinstance(inputs, Mapping):
             return
-        trainer, start = self._trainer, StepWindow(self._trainer)
+        trainer = self._trainer
+        start = StepWindow(trainer)
         several = trainer.args.world_size > 1
         if several:
             inputs, num_items = self._from_one_rank(inputs, num_items)
@@ -155,19 +178,21 @@ class Replays:
                 start.restore(model)
 
         first = run()
-        self._count += 1
+        self._replayed += 1
         if several:
             self._compare_ranks(first, run)
         elif first is not None:
-            self._seen, self._awaited = [first], True
+            self._results = [first]
+            self._is_awaited = True
         trainer.transfer_report.count("arithmetic", replays=1)
 
-    def _same(self, one: Figures, other: Figures) -> bool:
-        if one.digest == other.digest:
+    def _are_equal(self, result: Figures, other: Figures) -> bool:
+        """Whether two results are the same: to the bit, or within the bound of kernels that are not deterministic."""
+        if result.digest == other.digest:
             return True
-        return self.deterministic is False and one.distance(other) <= self.bound
+        return self.deterministic is False and result.distance(other) <= self.bound
 
-    def _note_equal(self) -> None:
+    def _record_deterministic(self) -> None:
         """Two runs gave the same: the kernels are deterministic, unless it is known that they are not."""
         if self.deterministic is None:
             self.deterministic = True
@@ -178,33 +203,34 @@ class Replays:
 
     def compare(self, model: nn.Module, loss: Tensor, *, again: bool = False) -> None:
         """After the first micro-step of a step, and of one that is computed ``again``."""
-        is_due = self._wrong if again else self._awaited
-        if not is_due:
+        is_compared = self._is_wrong if again else self._is_awaited
+        if not is_compared:
             return
-        self._awaited = False
-        found = _outcome(model, loss)
-        agrees = any(self._same(found, earlier) for earlier in self._seen)
-        self._seen.append(found)
+        self._is_awaited = False
+        result = _outcome(model, loss)
+        agrees = any(self._are_equal(result, earlier) for earlier in self._results)
+        self._results.append(result)
         if agrees:
-            self._note_equal()
-            if self._wrong:
-                self._tell(
-                    "gradients", "transient", "recovered", "the step was computed again, and equals an earlier one"
-                )
-        elif len(self._seen) == _RUNS:
-            agrees = self._allow([self._seen])
-        self._wrong = not agrees
+            self._record_deterministic()
+            if self._is_wrong:
+                text = "the step was computed again, and equals an earlier one"
+                self._record_incident("gradients", "transient", "recovered", text)
+        elif len(self._results) == _RUNS:
+            agrees = self._is_nondeterminism([self._results])
+        self._is_wrong = not agrees
 
-    def _allow(self, rows: list[list[Figures]]) -> bool:
-        """Take the differences within each row for those of kernels that are not deterministic, if they are small."""
+    def _is_nondeterminism(self, rows: list[list[Figures]]) -> bool:
+        """Whether the differences within each row are small enough for kernels that are not deterministic: then they
+        set the bound for all that is compared later."""
         spread = 0.0
         for row in rows:
-            for one, other in itertools.permutations(row, 2):
-                spread = max(spread, one.distance(other))
+            for result, other in itertools.permutations(row, 2):
+                spread = max(spread, result.distance(other))
         # Neither a CPU nor a card that has given the same bits twice gives others without a fault.
-        if spread > self._at_most or self.deterministic or self._trainer.mover.device.type == "cpu":
+        if spread > self._most_spread or self.deterministic or self._trainer.mover.device.type == "cpu":
             return False
-        self.deterministic, self.bound = False, max(_AT_LEAST, self.bound, _MARGIN * spread)
+        self.deterministic = False
+        self.bound = max(_AT_LEAST, self.bound, _MARGIN * spread)
         logger.warning(
             "the same micro-batch gives gradients that differ by %.2g: replays are compared within it", spread
         )
@@ -217,26 +243,28 @@ class Replays:
     def judge(self, _figures: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
         """What to do with the step, by its repetitions and attention, on this rank alone."""
         attention = self._attention_verdict(can_repeat=can_repeat)
-        if not self._wrong:
+        if not self._is_wrong:
             return attention
         if not can_repeat:
-            self._tell("gradients", "unknown", "skipped", "the step is skipped")
+            self._record_incident("gradients", "unknown", "skipped", "the step is skipped")
             return max(attention, StepVerdict.SKIP)
-        if len(self._seen) < _RUNS:
+        if len(self._results) < _RUNS:
             return max(attention, StepVerdict.REPEAT)
-        self._tell("gradients", "repeatable", "stopped", f"{_RUNS} runs give as many results")
+        self._record_incident("gradients", "repeatable", "stopped", f"{_RUNS} runs give as many results")
         return StepVerdict.END
 
     def describe(self) -> dict[str, Any]:
+        """For the report."""
         return {
             "replay_every": None if self.refusal else self._every,
             "replay_refusal": self.refusal,
             "deterministic": self.deterministic,
             "replay_bound": self.bound or None,
-            "attention_length": self._length,
+            "attention_length": self._longest,
         }
 
-    def _tell(self, tensor: str, kind: str, outcome: str, text: str) -> None:
+    def _record_incident(self, tensor: str, kind: str, outcome: str, text: str) -> None:
+        """An incident in the report, and a warning; sets `failure`."""
         step = self._trainer.state.global_step + 1
         what = tensor
         if tensor == "gradients":
@@ -252,9 +280,11 @@ class Replays:
     def _from_one_rank(self, inputs: Mapping[str, Any], num_items: Any) -> tuple[Any, Any]:
         """The micro-batch and label count of one rank, in turn, on all ranks."""
         trainer = self._trainer
-        count = num_items.item() if isinstance(num_items, Tensor) else num_items
+        count = num_items
+        if isinstance(num_items, Tensor):
+            count = num_items.item()
         sent = [(dict(trainer.host_batch(inputs)), count)]
-        dist.broadcast_object_list(sent, src=self._count % trainer.args.world_size, group=host_group())
+        dist.broadcast_object_list(sent, src=self._replayed % trainer.args.world_size, group=host_group())
         batch, count = sent[0]
         if isinstance(num_items, Tensor):
             count = torch.full_like(num_items, count)
@@ -263,11 +293,12 @@ class Replays:
     def _compare_ranks(self, first: Figures | None, run: Callable[[], Figures | None]) -> None:
         """Compare the ranks' outcomes; where they differ, all compute again, which tells whose card is wrong."""
         runs: list[list[Figures]] = []  # of each run the figures of all ranks
-        while not runs or not self._ranks_agree(runs[-1]):
+        while not runs or not self._all_equal(runs[-1]):
             if len(runs) == _RUNS:
-                if self._allow(runs):
+                if self._is_nondeterminism(runs):
                     return
-                self._tell("gradients", "repeatable", "stopped", f"the cards differ each time: {_steadiness(runs)}")
+                text = f"the cards differ each time: {_steadiness(runs)}"
+                self._record_incident("gradients", "repeatable", "stopped", text)
                 raise CorruptionError(self.failure)
             own = run() if runs else first
             gathered: list[Figures | None] = [None] * dist.get_world_size(host_group())
@@ -276,15 +307,15 @@ class Replays:
             if len(of_ranks) < len(gathered):
                 return  # one is out of memory
             runs.append(of_ranks)
-        self._note_equal()
+        self._record_deterministic()
         if len(runs) > 1 and self._trainer.is_world_process_zero():
             right = runs[-1][0]
-            wrong = [str(rank) for rank, figures in enumerate(runs[0]) if not self._same(right, figures)]
+            wrong = [str(rank) for rank, figures in enumerate(runs[0]) if not self._are_equal(right, figures)]
             text = f"wrong on rank {', '.join(wrong)}, and right when repeated"
-            self._tell("gradients", "transient", "recovered", text)
+            self._record_incident("gradients", "transient", "recovered", text)
 
-    def _ranks_agree(self, of_ranks: list[Figures]) -> bool:
-        return all(self._same(of_ranks[0], figures) for figures in of_ranks)
+    def _all_equal(self, of_ranks: list[Figures]) -> bool:
+        return all(self._are_equal(of_ranks[0], figures) for figures in of_ranks)
 
     # ---- attention ----------------------------------------------------------------------------------------------
 
@@ -296,11 +327,13 @@ class Replays:
             for tensor in inputs.values():
                 if isinstance(tensor, Tensor) and tensor.dim():
                     length = max(length, tensor.shape[-1])
-        if length <= self._length and not (inputs is None and self._attempts):
+        was_wrong = inputs is None and self._attempts > 0
+        if length <= self._longest and not was_wrong:
             yield
             return
-        self._length = max(self._length, length)
-        stock, thread = functional.scaled_dot_product_attention, threading.get_ident()
+        self._longest = max(self._longest, length)
+        stock = functional.scaled_dot_product_attention
+        thread = threading.get_ident()
 
         def checked(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result: Tensor = stock(query, *args, **kwargs)
@@ -325,25 +358,25 @@ class Replays:
         if not attention and not choices:
             return StepVerdict.GO_ON
         self._trainer.transfer_report.count("arithmetic", attention=len(attention), choices=len(choices))
-        is_wrong = {
-            f"attention over {self._length} tokens": any(not number <= 1.0 for number in attention),  # NaN too
-            "topk (the choice of experts)": any(choices),
-        }
-        what = " and ".join(name for name, wrong in is_wrong.items() if wrong)
-        if not what:
+        wrong = []
+        if any(not number <= 1.0 for number in attention):  # NaN too
+            wrong.append(f"attention over {self._longest} tokens")
+        if any(choices):
+            wrong.append("topk (the choice of experts)")
+        if not wrong:
             if self._attempts:
-                self._tell(self._was_wrong, "transient", "recovered", "it is right now")
+                self._record_incident(self._was_wrong, "transient", "recovered", "it is right now")
             return StepVerdict.GO_ON
-        self._attempts, self._was_wrong = self._attempts + 1, what
+        self._attempts += 1
+        self._was_wrong = " and ".join(wrong)
         if can_repeat and self._attempts == 1:
             return StepVerdict.REPEAT
         text = "something else than the best was chosen, each time: run hf-rocm-tune doctor --full"
-        if what.startswith("attention"):
-            worst = max((math.inf if math.isnan(number) else number) for number in attention)
-            text = (
-                f"{worst:.3g} times what rounding explains: give --attn_implementation eager, or a smaller --max_length"
-            )
-        self._tell(what, "repeatable", "stopped", text)
+        if self._was_wrong.startswith("attention"):
+            worst = max(math.inf if math.isnan(number) else number for number in attention)
+            advice = "give --attn_implementation eager, or a smaller --max_length"
+            text = f"{worst:.3g} times what rounding explains: {advice}"
+        self._record_incident(self._was_wrong, "repeatable", "stopped", text)
         return StepVerdict.END
 
 
@@ -351,14 +384,18 @@ class KnownEqual:
     """Which trainings have given the same bits twice on this machine: card, versions, model, shapes and dtypes."""
 
     def __init__(self, trainer: OwningTrainer) -> None:
-        args, model = trainer.args, trainer.model
+        config = getattr(trainer.model, "config", None)
         names = ("per_device_train_batch_size", "max_length", "packing", "gradient_checkpointing", "fp16", "bf16")
+        settings = [getattr(trainer.args, name, None) for name in names]
+        weights = []
+        for name, parameter in trainer.model.named_parameters():
+            weights.append((name, list(parameter.shape), str(parameter.dtype)))
         facts = [
             torch.cuda.get_device_name(trainer.mover.device),
             versions(),
-            getattr(getattr(model, "config", None), "to_json_string", str)(),
-            [getattr(args, name, None) for name in names],
-            [(name, list(each.shape), str(each.dtype)) for name, each in model.named_parameters()],
+            getattr(config, "to_json_string", str)(),
+            settings,
+            weights,
         ]
         self._name = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
         self._path = kept_file("equal_replays.json")
@@ -382,15 +419,15 @@ class KnownEqual:
 def _coarsest_dtype(trainer: OwningTrainer) -> torch.dtype:
     """Of the weights, of 4-bit products, and autocast's."""
     dtypes = {torch.float32}
-    if trainer.accelerator.mixed_precision in ("fp16", "bf16"):
-        dtypes.add(torch.float16 if trainer.accelerator.mixed_precision == "fp16" else torch.bfloat16)
+    autocast = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(trainer.accelerator.mixed_precision)
+    if autocast is not None:
+        dtypes.add(autocast)
     for module in trainer.model.modules():
         computed = getattr(module, "compute_dtype", None)
         if isinstance(computed, torch.dtype):
             dtypes.add(computed)
-        dtypes |= {each.dtype for each in module.parameters(recurse=False)}
-    known = [each for each in dtypes if each in (torch.float32, torch.float16, torch.bfloat16)]
-    return max(known, key=roundoff)
+        dtypes |= {parameter.dtype for parameter in module.parameters(recurse=False)}
+    return max(dtypes & {torch.float32, torch.float16, torch.bfloat16}, key=roundoff)
 
 
 def _steadiness(runs: list[list[Figures]]) -> str:

@@ -44,13 +44,17 @@ def attention_error(
         hidden = torch.arange(keys, device=query.device) > picked[:, None]
     if attn_mask is not None:
         mask = attn_mask.expand(batch, heads, rows, keys)[:, :, picked]
-    unit, worst = roundoff(result.dtype), []
-    # as autocast does
-    query, key, value = query[:, :, picked].to(result.dtype), key.to(result.dtype), value.to(result.dtype)
+    unit = roundoff(result.dtype)
+    query = query[:, :, picked].to(result.dtype)  # as autocast does
+    key = key.to(result.dtype)
+    value = value.to(result.dtype)
+    worst = []
     for head in range(shared):  # one at a time: in float32 the keys of a long row are large
         own = slice(head * heads // shared, (head + 1) * heads // shared)
-        values, wide = value[:, head, None].float(), query[:, own].float()
-        scores = wide @ key[:, head, None].float().transpose(-1, -2) * (scale or width**-0.5)
+        queries = query[:, own].float()
+        keys_of_head = key[:, head, None].float()
+        values = value[:, head, None].float()
+        scores = queries @ keys_of_head.transpose(-1, -2) * (scale or width**-0.5)
         largest = scores.abs().amax(-1, keepdim=True)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -math.inf)
@@ -58,7 +62,8 @@ def attention_error(
             scores = scores.masked_fill(~mask[:, own], -math.inf)
         elif mask is not None:
             scores = scores + mask[:, own].float()
-        weights, sees = scores.softmax(-1), scores.amax(-1, keepdim=True) > -3e4  # else: a row of padding
+        weights = scores.softmax(-1)
+        sees = scores.amax(-1, keepdim=True) > -3e4  # else: a row of padding
         allowed = 8 * unit * (1 + largest) * (weights @ values.abs()) + 1e-5 * values.abs().amax()
         difference = (result[:, own, picked].float() - weights @ values).abs() / allowed
         worst.append(torch.where(sees, difference, 0.0).amax())
@@ -94,9 +99,12 @@ def wrong_choice(chosen: Tensor, values: Tensor, scores: Tensor, dim: int, *, la
     ``chosen``, ``values``: what it gave. Returns 1.0 or 0.0, shape [].
     """
     own = scores.gather(dim, chosen)
+    other_values = (own != values).any()
     if not largest:
         own, scores = -own, -scores
     others = scores.scatter(dim, chosen, -math.inf).amax(dim)
+    left_out_better = (others > own.amin(dim)).any()
     times = torch.zeros_like(scores, dtype=torch.int32).scatter_add_(dim, chosen, torch.ones_like(chosen).int())
-    wrong = (others > own.amin(dim)).any() | (times > 1).any() | ((own if largest else -own) != values).any()
+    chosen_twice = (times > 1).any()
+    wrong = left_out_better | chosen_twice | other_values
     return (wrong & ~scores.isnan().any()).float()

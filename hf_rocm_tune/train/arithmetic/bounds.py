@@ -71,7 +71,8 @@ class Bound(NamedTuple):
 def roundoff(dtype: torch.dtype) -> float:
     """Unit roundoff of a result, including that of the operands where float32 products round them first."""
     if dtype == torch.float32:
-        return {"highest": FLOAT32, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
+        by_precision = {"highest": FLOAT32, "high": 2.0**-10, "medium": 2.0**-7}
+        return by_precision[torch.get_float32_matmul_precision()]
     return torch.finfo(dtype).eps / 2
 
 

@@ -51,7 +51,9 @@ class ArithmeticChecks:
     """
 
     def __init__(self, mode: Mode, mover: Mover) -> None:
-        self._mode, self._mover, self._report = mode, mover, mover.report
+        self._mode = mode
+        self._mover = mover
+        self._report = mover.report
         self._weights = HostWeights(mover)
         self._verdicts = ProductVerdicts(mover, self._weights)
         self._products: list[Product] = []
@@ -88,10 +90,12 @@ class ArithmeticChecks:
         else:
             self._products = self._checkable(trainer)
             self.refusal = None if self._products else "no layer is frozen"
-            self._weights.changed, self._weights.streamer = changed, trainer.streamer
+            self._weights.changed = changed
+            self._weights.streamer = trainer.streamer
             self._send_checksums()
         if self._products:
-            columns, chosen = [layer.columns for layer in self._products], [layer.chosen for layer in self._products]
+            columns = [layer.columns for layer in self._products]
+            chosen = [layer.chosen for layer in self._products]
             often = 1.0
             if self._mode != "every":
                 often = min(1.0, SHARE / share_of_step(columns, chosen))
@@ -99,6 +103,7 @@ class ArithmeticChecks:
             self.period = math.ceil(len(self._products) / self._at_once)
 
     def _checkable(self, trainer: OwningTrainer) -> list[Product]:
+        """The products whose operands and results are seen; sets the head whose products a fused loss computes."""
         precision = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(trainer.accelerator.mixed_precision)
         layers = frozen_products(trainer.model, computed_in=precision, own_parts=trainer.get_tp_size() > 1)
         # Fused losses multiply with the head's weight without calling its module; TRL's own ones are not seen.
@@ -163,7 +168,8 @@ class ArithmeticChecks:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within the block nothing is checked: a trainer generates answers, token by token."""
-        before, self._paused = self._paused, True
+        before = self._paused
+        self._paused = True
         try:
             yield
         finally:
@@ -182,8 +188,10 @@ class ArithmeticChecks:
 
     def after_forward(self, layer: Product, x: Tensor, y: Tensor, call: Call) -> None:
         """Check a product ``y`` of ``x``, and in backward the product with the gradient of ``y``."""
-        dtype = None if self._paused else layer.dtype_for(x, y)
-        if dtype is None or x.numel() == 0:
+        if self._paused or x.numel() == 0:
+            return
+        dtype = layer.dtype_for(x, y)
+        if dtype is None:
             return
         self._check(layer, "forward", x, y, dtype, call)
         if x.requires_grad and y.requires_grad:
@@ -194,6 +202,7 @@ class ArithmeticChecks:
     def _check(
         self, layer: Product, side: Side, operand: Tensor, result: Tensor, dtype: torch.dtype, call: Call
     ) -> None:
+        """Queue the residuals of a product on the device; ``operand`` and ``result``: any shape, columns last."""
         checked = layer.sides[side]
         with unrecorded(operand.device):
             into, out = layer.columns_of(side)
@@ -208,7 +217,7 @@ class ArithmeticChecks:
                 checked.held = HeldProduct(kept, result.clone(), residuals, dtype, call.to_keep())
 
     def _is_to_be_held(self, checked: CheckedSide, residuals: Tensor) -> bool:
-        """Note the largest residual; whether the product is to be held, in a step that is computed again."""
+        """Record the largest residual; whether the product is to be held, in a step that is computed again."""
         worst = residuals.amax()
         self._residuals[worst.device].append((checked, worst))
         return self._verdicts.holding and checked.held is None and not worst.item() <= checked.level
@@ -218,14 +227,17 @@ class ArithmeticChecks:
     ) -> None:
         if self._paused:
             return
-        back = again[1] if again[1:] else None
-        self._check(layer, side, operand, result, dtype, Call(again=again[0], back=back))
+        forward, *backward = again
+        back = backward[0] if backward else None
+        self._check(layer, side, operand, result, dtype, Call(again=forward, back=back))
 
     def _check_weight(self, layer: Product, weight: Tensor, expert: int = 0) -> None:
         """Check a dequantised weight, [out, in], or an expert's as it is stored."""
         checked = layer.sides["dequantised"]
-        shape = weight.shape if layer.transposed else weight.shape[::-1]
-        if self._paused or tuple(shape) != layer.columns:
+        columns = tuple(weight.shape)
+        if not layer.transposed:
+            columns = columns[::-1]
+        if self._paused or columns != layer.columns:
             return
 
         def again(_: Tensor) -> Tensor:
@@ -267,7 +279,8 @@ class ArithmeticChecks:
                 elif id(checked) in largest:
                     clean.append((checked, number))
         if flagged:
-            return self._verdicts.accuse(flagged, StepVerdict.REPEAT if can_repeat else StepVerdict.SKIP)
+            again = StepVerdict.REPEAT if can_repeat else StepVerdict.SKIP
+            return self._verdicts.accuse(flagged, again)
         for checked, number in clean:
             checked.learn(number)
         return self._verdicts.clear()
@@ -275,16 +288,20 @@ class ArithmeticChecks:
     def _largest(self, numbers: Sequence[Sequence[float]]) -> dict[int, float]:
         """The largest residual of each side by its id, NaN above all; sets `attention` and `choices`."""
         largest: dict[int, float] = {}
-        self.attention, self.choices, residuals = [], [], 0
+        self.attention = []
+        self.choices = []
+        residuals = 0
         for on_device, row in zip(self._residuals.values(), numbers, strict=True):
             for (checked, _), number in zip(on_device, row, strict=True):
-                if checked == "attention" or checked == "choice":
-                    (self.attention if checked == "attention" else self.choices).append(number)
-                    continue
-                residuals += 1
-                known = largest.setdefault(id(checked), 0.0)
-                if not (number <= known or math.isnan(known)):
-                    largest[id(checked)] = number
+                if checked == "attention":
+                    self.attention.append(number)
+                elif checked == "choice":
+                    self.choices.append(number)
+                else:
+                    residuals += 1
+                    known = largest.setdefault(id(checked), 0.0)
+                    if not (number <= known or math.isnan(known)):
+                        largest[id(checked)] = number
         self._report.count("arithmetic", residuals=residuals)
         self._residuals.clear()
         return largest

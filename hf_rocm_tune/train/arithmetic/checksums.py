@@ -53,15 +53,18 @@ class HostWeights:
         """``W^T v``, ``W u`` and ``b . v`` on the host; sets the layer's norms."""
         into, out = layer.columns
         count = max(layer.experts, 1)
-        forward, backward = torch.zeros(count, into, VECTORS), torch.zeros(count, out, VECTORS)
-        by_column, by_row = torch.zeros(count, into), torch.zeros(count, out)
+        forward = torch.zeros(count, into, VECTORS)
+        backward = torch.zeros(count, out, VECTORS)
+        by_column = torch.zeros(count, into)  # squares of norms
+        by_row = torch.zeros(count, out)
         for expert, rows, weight in self.rows(layer):
             forward[expert] += weight.T @ self.vectors[out][rows]
             backward[expert, rows] = weight @ self.vectors[into]
             squares = weight.square()
             by_column[expert] += squares.sum(0)
             by_row[expert, rows] = squares.sum(1)
-        offset, of_bias = torch.zeros(1, VECTORS), torch.zeros(1)
+        offset = torch.zeros(1, VECTORS)
+        of_bias = torch.zeros(1)
         if not layer.experts and layer.module.bias is not None:  # experts' biases are added after their products
             values = self.verified_copy(layer.module.bias).float()
             first = _first_row(layer, layer.module.bias)
@@ -111,9 +114,12 @@ class HostWeights:
 
         Returns those of ``wanted`` whose checksums are there; ``layers``: all.
         """
-        due, held = [], 0
+        due = []
+        held = 0  # bytes of experts' checksums
         for layer in wanted:
-            size = bytes_of([layer]) if layer.experts else 0
+            size = 0
+            if layer.experts:
+                size = bytes_of([layer])
             if not size or not held or held + size <= experts.CHECKSUMS_OF_EXPERTS:
                 due.append(layer)
                 held += size
@@ -135,7 +141,9 @@ class HostWeights:
         verify it.
         """
         if layer.experts:
-            wanted = range(layer.experts) if only is None else sorted(only)
+            wanted: Sequence[int] = range(layer.experts)
+            if only is not None:
+                wanted = sorted(only)
             weights = experts.host_weights(layer.weight, wanted, layer.transposed, layer.dtype, self.verified_copy)
             for expert, weight in zip(wanted, weights, strict=True):
                 yield expert, slice(0, len(weight)), weight
@@ -153,7 +161,8 @@ class HostWeights:
             waiting = self.streamer.waiting(tensor)
             if waiting is not None:
                 return waiting
-        copied, known = host_copy(tensor.detach()), self._mover.digest_of(tensor)
+        copied = host_copy(tensor.detach())
+        known = self._mover.digest_of(tensor)
         if known is not None and digest(copied) != known:
             self.changed()
         return copied

@@ -52,7 +52,8 @@ class LayerCopy:
         self._held: dict[int, Tensor] = {}
         self._unpacked: list[tuple[nn.Linear, Any]] = []
         self._experts: list[tuple[str, str, Any]] = []  # module, key and packed weight
-        for tensor in [where.find() for where in places_of(layer)]:
+        tensors = [place.find() for place in places_of(layer)]  # all at once: none is freed, and its id used again
+        for tensor in tensors:
             if id(tensor) not in self._held:
                 self._held[id(tensor)] = _own(fetch(tensor), tensor)
         self._copy: Any = copy.deepcopy(layer, self._stand_ins(layer, fetch))
@@ -63,31 +64,34 @@ class LayerCopy:
 
     def _stand_ins(self, layer: nn.Module, fetch: Callable[[Tensor], Tensor]) -> dict[int, Any]:
         """What is put in place of tensors, quantised layers and hooks of the original, by id."""
-        found: dict[int, Any] = {}
-        packed = {id(module): name for name, module in experts.experts_of(layer) if experts.is_packed(module)}
+        stand_ins: dict[int, Any] = {}
+        packed = {id(module) for _, module in experts.experts_of(layer) if experts.is_packed(module)}
         for name, module in layer.named_modules():
             for key, value in vars(module).items():
                 if "_hooks" in key:
-                    found[id(value)] = type(value)()
+                    stand_ins[id(value)] = type(value)()
                 elif isinstance(value, Tensor):
-                    found[id(value)] = _own(fetch(value), value)
+                    stand_ins[id(value)] = _own(fetch(value), value)
             for key, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 held = self._held.get(id(value), value)
                 if isinstance(value, nn.Parameter):
                     held = nn.Parameter(held, requires_grad=value.requires_grad)
-                found[id(value)] = held
+                stand_ins[id(value)] = held
                 if id(module) in packed and getattr(value, "quant_state", None) is not None:
                     self._experts.append((name, key, module))
-                    found[id(value)] = nn.Parameter(torch.empty(0), requires_grad=False)
+                    stand_ins[id(value)] = nn.Parameter(torch.empty(0), requires_grad=False)
+            if id(module) in packed:
+                continue
             weight = dict(module.named_parameters(recurse=False)).get("weight")  # not PEFT's, of its base layer
             is_8_bit = weight is not None and type(module).__name__ == "Linear8bitLt"
-            if id(module) not in packed and (is_8_bit or getattr(weight, "quant_state", None) is not None):
+            is_4_bit = getattr(weight, "quant_state", None) is not None
+            if is_8_bit or is_4_bit:
                 kind = EightBit if is_8_bit else nn.Linear
                 linear = kind(module.in_features, module.out_features, module.bias is not None, device="meta")
                 linear.requires_grad_(False)
                 self._unpacked.append((linear, module))
-                found[id(module)] = linear
-        return found
+                stand_ins[id(module)] = linear
+        return stand_ins
 
     def _choose_eager(self, config: Any, name: str) -> None:
         chosen = getattr(config, name, None)
@@ -99,8 +103,10 @@ class LayerCopy:
     @property
     def nbytes(self) -> int:
         """Of the layer in float32, once it is built."""
-        plain = sum(4 * each.numel() for each in self._copy.parameters())
-        return plain + sum(4 * getattr(own, key).quant_state.shape.numel() for _, key, own in self._experts)
+        elements = sum(parameter.numel() for parameter in self._copy.parameters())
+        for _, key, module in self._experts:
+            elements += getattr(module, key).quant_state.shape.numel()
+        return 4 * elements
 
     def fill_zeros(self, random: torch.Generator) -> Iterator[tuple[str, Tensor]]:
         """Give trained matrices that are all zero random values, as LoRA's B; each with its name, on the host.
@@ -127,19 +133,22 @@ class LayerCopy:
         for name, key, module in self._experts:
             weight = getattr(module, key)
             count, *_, transposed = experts.layout(module, key)
-            each = list(experts.host_weights(weight, range(count), False, torch.float32, held))
-            whole = torch.stack(each)
+            whole = torch.stack(list(experts.host_weights(weight, range(count), False, torch.float32, held)))
             if module.is_transposed and not transposed:  # MXFP4 is stored the other way round
                 whole = whole.mT.contiguous()
             setattr(self._copy.get_submodule(name), key, nn.Parameter(whole, requires_grad=False))
-        matrices = [
-            module.weight for module in self._copy.modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)
-        ]
+        rounded: set[int] = set()  # the matrices that autocast rounds
+        if self._computed_in is not None:
+            for module in self._copy.modules():
+                if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+                    rounded.add(id(module.weight))
         for module in self._copy.modules():
             for value in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-                if value.is_floating_point():
-                    rounds = self._computed_in is not None and any(value is each for each in matrices)
-                    value.data = value.data.to(self._computed_in).float() if rounds else value.data.float()
+                if not value.is_floating_point():
+                    continue
+                if id(value) in rounded:
+                    value.data = value.data.to(self._computed_in)
+                value.data = value.data.float()
         self._held.clear()
         copied: nn.Module = self._copy.eval()
         return copied
@@ -147,4 +156,6 @@ class LayerCopy:
 
 def _own(held: Tensor, tensor: Tensor) -> Tensor:
     """The same in memory of its own: on a CPU the host's tensor is the model's, and what computes may write to it."""
-    return held.clone() if held.data_ptr() == tensor.data_ptr() else held
+    if held.data_ptr() == tensor.data_ptr():
+        return held.clone()
+    return held

@@ -77,7 +77,7 @@ class LayerCall:
 
 
 @dataclass(kw_only=True)
-class Passed:
+class PassResult:
     """What one pass through a layer gave: the output and the gradients by name, and what it chose.
 
     On the device ``chosen`` and ``sides`` are as of `Chosen`, on the host the ``scores`` and ``above`` of `OnHost`.
@@ -95,13 +95,12 @@ class LayerTask:
     call: LayerCall
     copy: LayerCopy
     gradient: Tensor  # of the output, float32 on the host
-    unit: float
-    dtype: torch.dtype
-    given: dict[str, Tensor] = field(default_factory=dict)  # random values in place of zero, on the host
-    found: Passed = field(default_factory=lambda: Passed(tensors={}))
-    # In float32, then rounded at random; of each: tensors by name, and the scores that experts were chosen by
-    on_host: list[Passed] = field(default_factory=list)
-    trained: dict[str, Tensor] = field(default_factory=dict)  # of the first pass, on the host
+    dtype: torch.dtype  # the coarsest in which the layer computes
+    unit: float  # its unit roundoff
+    random_values: dict[str, Tensor] = field(default_factory=dict)  # of weights that are zero, on the host
+    on_device: PassResult = field(default_factory=lambda: PassResult(tensors={}))
+    on_host: list[PassResult] = field(default_factory=list)  # in float32, then rounded at random
+    trained: dict[str, Tensor] = field(default_factory=dict)  # weights of the first pass, on the host
     future: Future[None] | None = None
     seconds: float = 0.0
 
@@ -115,7 +114,9 @@ class HostLayers:
     """
 
     def __init__(self, trainer: Any, products: ArithmeticChecks, *, mode: Mode) -> None:
-        self._trainer, self._products, self._mode = trainer, products, mode
+        self._trainer = trainer
+        self._products = products
+        self._mode = mode
         self._weights = HostWeights(trainer.mover)
         self._handles: list[Any] = []
         self._kept: set[int] = set()  # numbers of handles whose layers were called
@@ -129,24 +130,33 @@ class HostLayers:
     def prepare(self, changed: Any) -> None:
         """A training begins: have the first call of a layer of each kind kept. ``changed``: as of `HostWeights`."""
         trainer = self._trainer
-        self._weights.changed, self._weights.streamer = changed, trainer.streamer
-        reasons = {
-            "--check_arithmetic off": self._mode == "off",
-            "the processor trains, by the kernels that would check it": (
-                self._mode != "every" and _is_host(trainer.mover.device)
-            ),
-            "it has been computed in an earlier training": bool(self._rows),
-            "--torch_compile": trainer.args.torch_compile,
-            "the weights are sharded over ranks": trainer.is_sharded or trainer.get_tp_size() > 1,
-        }
-        self.refusal = next((reason for reason, holds in reasons.items() if holds), None)
+        self._weights.changed = changed
+        self._weights.streamer = trainer.streamer
+        self.refusal = self._why_not()
         if self.refusal is not None:
             return
-        layers = list(_layers_of(trainer.model, () if trainer.streamer is None else trainer.streamer.layers))
+        streamed: Sequence[int] = ()
+        if trainer.streamer is not None:
+            streamed = trainer.streamer.layers
+        layers = list(_layers_of(trainer.model, streamed))
         self.refusal = "no layer was called" if layers else "the model has no list of its layers"
         for name, layer in layers:
             keep = partial(self._keep, name, len(self._handles))
             self._handles.append(layer.register_forward_pre_hook(keep, with_kwargs=True))
+
+    def _why_not(self) -> str | None:
+        trainer = self._trainer
+        if self._mode == "off":
+            return "--check_arithmetic off"
+        if self._mode != "every" and _is_host(trainer.mover.device):
+            return "the processor trains, by the kernels that would check it"
+        if self._rows:
+            return "it has been computed in an earlier training"
+        if trainer.args.torch_compile:
+            return "--torch_compile"
+        if trainer.is_sharded or trainer.get_tp_size() > 1:
+            return "the weights are sharded over ranks"
+        return None
 
     def _keep(self, name: str, number: int, layer: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         if not layer.training or number in self._kept:
@@ -164,20 +174,23 @@ class HostLayers:
 
     def compute(self) -> None:
         """Before the first update: compute the layers once more on the device, and have the host begin."""
-        calls, self._calls = self._calls, []
-        for call in calls:
+        for call in self._calls:
             try:
                 self._tasks.append(self._begin(call))
             except FOREIGN_ERRORS as error:  # upstream's layers, of any architecture
-                self._refuse(call.name, error)
+                self._record_refusal(call.name, error)
+        self._calls = []
 
-    def _refuse(self, name: str, error: Exception) -> None:
-        why = "there is no memory for it" if device_shortage(error) else f"{type(error).__name__}: {error}"
+    def _record_refusal(self, name: str, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        if device_shortage(error):
+            why = "there is no memory for it"
         text = f"{name} cannot be computed on the host: {why.splitlines()[0][:200]}"
         self._rows.append({"layer": name, "refusal": text})
         logger.info("%s", text)
 
     def _begin(self, call: LayerCall) -> LayerTask:
+        """Compute a call on the device, and have the worker compute it on the host."""
         copied = LayerCopy(call.layer, self._weights.verified_copy, self._autocast())
         if _MEMORY * copied.nbytes > psutil.virtual_memory().available:
             raise ValueError(f"it takes {copied.nbytes / 2**30:.1f} GiB of host memory, which is not free")
@@ -189,45 +202,47 @@ class HostLayers:
         host_call = map_tensors((call.arguments, call.keywords), host_copy)
         gradient[:, _unseen(host_call, hidden.shape[1])] = 0
         task = LayerTask(call=call, copy=copied, gradient=gradient, unit=roundoff(dtype), dtype=dtype)
-        task.given = dict(copied.fill_zeros(random))
-        task.found = self._on_device(task, task.given)
+        task.random_values = dict(copied.fill_zeros(random))
+        task.on_device = self._on_device(task, task.random_values)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="layer on the host")
         task.future = self._worker.submit(_on_host, task, host_call)
         return task
 
-    def _on_device(self, task: LayerTask, given: Mapping[str, Tensor]) -> Passed:
-        """One pass; ``given``: values of trained weights by name, in place of the layer's own."""
-        call, device, move = task.call, _hidden(task.call).device, self._trainer.mover.move_to
+    def _on_device(self, task: LayerTask, weights: Mapping[str, Tensor]) -> PassResult:
+        """One pass; ``weights``: values of trained weights by name, in place of the layer's own."""
+        call = task.call
+        device = _hidden(call).device
+        move = self._trainer.mover.move_to
         chosen = Chosen()
         with ExitStack() as stack:
             stack.enter_context(_evaluated(call.layer))
             stack.enter_context(self._products.paused())
-            for name, values in given.items():
+            for name, values in weights.items():
                 stack.enter_context(_replaced(call.layer, name, move(device, values, name="a layer's check")))
             stack.enter_context(self._trainer.accelerator.autocast())
             stack.enter_context(chosen)
             gradient = move(device, task.gradient, name="a layer's check")
             tensors = _through(call.layer, call, gradient)
-        return Passed(
-            tensors={name: host_copy(each) for name, each in tensors.items()},
-            chosen=[host_copy(each) for each in chosen.indices],
-            sides={key: [host_copy(each) for each in sides] for key, sides in chosen.sides.items()},
+        return PassResult(
+            tensors={name: host_copy(tensor) for name, tensor in tensors.items()},
+            chosen=[host_copy(indices) for indices in chosen.indices],
+            sides={key: [host_copy(side) for side in sides] for key, sides in chosen.sides.items()},
         )
 
     def _autocast(self) -> torch.dtype | None:
-        given = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        return given.get(self._trainer.accelerator.mixed_precision)
+        dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        return dtypes.get(self._trainer.accelerator.mixed_precision)
 
     def _dtype_of(self, call: LayerCall) -> torch.dtype:
         """The coarsest dtype in which the layer computes."""
-        found = {_hidden(call).dtype, self._autocast() or torch.float32}
+        dtypes = {_hidden(call).dtype, self._autocast() or torch.float32}
         module: Any
         for module in call.layer.modules():
             quantised = hasattr(getattr(module, "weight", None), "quant_state")
             if quantised and getattr(module, "compute_dtype", None) is not None:
-                found.add(module.compute_dtype)
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+                dtypes.add(module.compute_dtype)
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     # ---- the result ---------------------------------------------------------------------------------------------
 
@@ -245,64 +260,58 @@ class HostLayers:
         verdict = StepVerdict.GO_ON
         for task in tasks:
             assert task.future is not None
-            if not (wait or task.future.done()):
+            if not wait and not task.future.done():
                 self._tasks.append(task)
                 continue
             try:
                 task.future.result()
                 verdict = max(verdict, self._compare_layer(task))
             except FOREIGN_ERRORS as error:  # as upstream's layers whose kernels have no version for the host
-                self._refuse(task.call.name, error)
+                self._record_refusal(task.call.name, error)
         if not self._tasks and self._worker is not None:
             self._worker.shutdown()
             self._worker = None
         return verdict
 
     def _compare_layer(self, task: LayerTask) -> StepVerdict:
-        report = self._trainer.transfer_report
-        report.count("arithmetic", layers=1)
+        """Compare the device's pass with the host's; where they differ, the device computes once more."""
+        self._trainer.transfer_report.count("arithmetic", layers=1)
         differences = _differences(task)
-        wrong, wide = _wrong(differences), [each.name for each in differences if each.width > WIDE]
-        self._rows.append(
-            {
-                "layer": task.call.name,
-                "tokens": task.gradient.shape[1],
-                "largest": max((each.ratio for each in differences if each.width <= WIDE), default=None),
-                "widest": max((each.width for each in differences if each.width <= WIDE), default=None),
-                "tensors": len(differences),
-                "says_nothing_of": wide,
-                "seconds": round(task.seconds, 2),
-            }
-        )
+        self._rows.append(_row_of(task, differences))
+        wrong = _wrong(differences)
         if not wrong:
             return StepVerdict.GO_ON
         try:
-            task.found = self._on_device(task, task.trained)
+            task.on_device = self._on_device(task, task.trained)
             again = _wrong(_differences(task))
         except torch.OutOfMemoryError:
             again = wrong
         if not again:
-            self._tell(task, wrong, "transient", "recovered", "right when it was computed again")
+            self._record_difference(task, wrong, "transient", "recovered", "right when it was computed again")
             return StepVerdict.GO_ON
         advice = "wrong each time: run hf-rocm-tune doctor --full"
-        if self._mode != "every":
-            self._rows[-1]["differs_in"] = [difference.name for difference in again]
-            self._tell(task, again, "repeatable", "named", f"{advice}; --check_arithmetic every would end the run")
-            return StepVerdict.GO_ON
-        self._tell(task, again, "repeatable", "stopped", advice)
-        return StepVerdict.END
+        if self._mode == "every":
+            self._record_difference(task, again, "repeatable", "stopped", advice)
+            return StepVerdict.END
+        self._rows[-1]["differs_in"] = [difference.name for difference in again]
+        advice += "; --check_arithmetic every would end the run"
+        self._record_difference(task, again, "repeatable", "named", advice)
+        return StepVerdict.GO_ON
 
     def check_now(self) -> None:
         """Wait for the layers that are being computed: before a save, and at the end."""
         if self._collect(wait=True) == StepVerdict.END:
             raise CorruptionError(self.failure)
 
-    def _tell(self, task: LayerTask, wrong: Sequence[LayerDifference], kind: str, outcome: str, text: str) -> None:
-        what = ", ".join(f"{each.name} ({each.ratio:.3g} times)" for each in wrong[:3])
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    def _record_difference(
+        self, task: LayerTask, wrong: Sequence[LayerDifference], kind: str, outcome: str, text: str
+    ) -> None:
+        """An incident in the report, and a warning; sets `failure`."""
+        what = ", ".join(f"{difference.name} ({difference.ratio:.3g} times)" for difference in wrong[:3])
+        if len(wrong) > 3:
+            what += f" and {len(wrong) - 3} more"
         self.failure = (
-            f"{task.call.name}, computed again on the host, differs by more than rounding explains in {what}{more}: "
-            f"{text}"
+            f"{task.call.name}, computed again on the host, differs by more than rounding explains in {what}: {text}"
         )
         row = {"stage": "arithmetic", "tensor": task.call.name, "kind": kind, "text": self.failure, "outcome": outcome}
         self._trainer.transfer_report.incident({"step": self._trainer.state.global_step + 1, **row})
@@ -312,11 +321,25 @@ class HostLayers:
         logger.warning("%s", self.failure)
 
     def describe(self) -> dict[str, Any]:
-        refused = [row["refusal"] for row in self._rows if "refusal" in row]
         refusal = self.refusal
-        if self._rows:
-            refusal = refused[0] if len(refused) == len(self._rows) else None
+        if self._rows:  # None if one layer was computed
+            refusals = [row.get("refusal") for row in self._rows]
+            refusal = refusals[0] if all(refusals) else None
         return {"host_layers": list(self._rows), "host_layers_refusal": refusal}
+
+
+def _row_of(task: LayerTask, differences: Sequence[LayerDifference]) -> dict[str, Any]:
+    """What the report has of a layer."""
+    judged = [difference for difference in differences if difference.width <= WIDE]
+    return {
+        "layer": task.call.name,
+        "tokens": task.gradient.shape[1],
+        "largest": max((difference.ratio for difference in judged), default=None),
+        "widest": max((difference.width for difference in judged), default=None),
+        "tensors": len(differences),
+        "says_nothing_of": [difference.name for difference in differences if difference.width > WIDE],
+        "seconds": round(task.seconds, 2),
+    }
 
 
 def _is_host(device: torch.device) -> bool:
@@ -329,53 +352,66 @@ def _is_host(device: torch.device) -> bool:
 def _layers_of(model: Any, streamed: Sequence[int]) -> Iterator[tuple[str, nn.Module]]:
     """The first layer of each structure, one that is not streamed where there is one, with its name."""
     config = getattr(model, "config", None)
-    found = find_layers(model, config.get_text_config()) if isinstance(config, PretrainedConfig) else None
-    if found is None:
+    if not isinstance(config, PretrainedConfig):
         return
-    path, stack, _ = found
-    kinds: dict[tuple[Any, ...], int] = {}
-    for number in sorted(range(len(stack)), key=lambda each: each in streamed):
-        kinds.setdefault(tuple((name, type(each)) for name, each in stack[number].named_modules()), number)
-    for number in list(kinds.values())[:KINDS]:
-        yield f"{path}.{number}", stack[number]
+    stack = find_layers(model, config.get_text_config())
+    if stack is None:
+        return
+    path, layers, _ = stack
+    first_of_kind: dict[tuple[Any, ...], int] = {}
+    resident_first = sorted(range(len(layers)), key=lambda number: number in streamed)
+    for number in resident_first:
+        structure = tuple((name, type(module)) for name, module in layers[number].named_modules())
+        first_of_kind.setdefault(structure, number)
+    for number in list(first_of_kind.values())[:KINDS]:
+        yield f"{path}.{number}", layers[number]
 
 
 def _hidden(call: LayerCall) -> Tensor:
-    found: Tensor = (call.arguments if isinstance(call.hidden, int) else call.keywords)[call.hidden]  # type: ignore[index]
-    return found
+    hidden: Tensor
+    if isinstance(call.hidden, int):
+        hidden = call.arguments[call.hidden]
+    else:
+        hidden = call.keywords[call.hidden]
+    return hidden
 
 
 def _cut(name: str, layer: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> LayerCall | None:
     """A call's first row, and of it the first `TOKENS` tokens; None where no argument has rows, tokens and a width."""
     given: list[tuple[Any, Any]] = [*enumerate(arguments), *keywords.items()]
-    wide = [key for key, each in given if isinstance(each, Tensor) and each.dim() == 3 and each.is_floating_point()]
-    if not wide:
+    for key, value in given:
+        if isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point():
+            where, hidden = key, value
+            break
+    else:
         return None
-    value = dict(given)[wide[0]]
-    rows, length, _ = value.shape
+    rows, length, _ = hidden.shape
 
     def cut(tensor: Tensor) -> Tensor:
         dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] == length]
-        if tensor is value:
+        if tensor is hidden:
             dims = [1]
         elif tensor.dim() > 2 and tensor.is_floating_point() and tensor.dim() - 2 not in dims:
             dims = [dim for dim in dims if dim < tensor.dim() - 1]  # the last one is the width of a head
         for dim in dims:
             tensor = tensor.narrow(dim, 0, min(length, TOKENS))
-        by_row = next((dim for dim in range(min(2, tensor.dim() - 1)) if tensor.shape[dim] == rows), None)
-        if by_row is not None:
-            tensor = tensor.narrow(by_row, 0, 1)
+        by_row = [dim for dim in range(min(2, tensor.dim() - 1)) if tensor.shape[dim] == rows]
+        if by_row:
+            tensor = tensor.narrow(by_row[0], 0, 1)
         elif tensor.dim() == 3 and tensor.shape[0] % rows == 0:  # of each row and head, as Bloom's biases
             tensor = tensor.narrow(0, 0, tensor.shape[0] // rows)
         return tensor.detach().clone()
 
-    own = {key: each for key, each in keywords.items() if _is_plain(each) or not re.search("past|cache", key)}
+    own: dict[str, Any] = {}  # the keywords, without a cache of keys and values
+    for key, value in keywords.items():
+        if _is_plain(value) or not re.search("past|cache", key):
+            own[key] = map_tensors(value, cut)
     return LayerCall(
         name=name,
         layer=layer,
-        arguments=tuple(map_tensors(each, cut) for each in arguments),
-        keywords={key: map_tensors(each, cut) for key, each in own.items()},
-        hidden=wide[0],
+        arguments=tuple(map_tensors(value, cut) for value in arguments),
+        keywords=own,
+        hidden=where,
     )
 
 
@@ -407,6 +443,7 @@ def _evaluated(layer: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _replaced(layer: nn.Module, name: str, values: Tensor) -> Iterator[None]:
+    """Within the block the parameter of this name has other values."""
     path, _, key = name.rpartition(".")
     owner = layer.get_submodule(path)
     before = getattr(owner, key)
@@ -424,18 +461,23 @@ def _through(layer: nn.Module, call: LayerCall, gradient: Tensor) -> dict[str, T
         arguments, keywords = list(call.arguments), dict(call.keywords)
         holder: Any = arguments if isinstance(call.hidden, int) else keywords
         holder[call.hidden] = hidden
-        output = next(each for each in tree_tensors(layer(*arguments, **keywords)) if each.is_floating_point())
-        trained: list[tuple[str, Tensor]] = []
+        outputs = tree_tensors(layer(*arguments, **keywords))
+        output = next(tensor for tensor in outputs if tensor.is_floating_point())
+        names = ["the gradient of its input"]
+        wanted = [hidden]
         room = GRADIENTS
-        for name, parameter in sorted(layer.named_parameters(), key=lambda each: each[1].numel()):
-            if parameter.requires_grad and parameter.numel() * 4 <= room:
-                trained.append((name, parameter))
-                room -= parameter.numel() * 4
-        wanted = [hidden, *(parameter for _, parameter in trained)]
-        given = torch.autograd.grad(output, wanted, gradient.to(output.dtype), allow_unused=True)
-    names = ["the gradient of its input", *(f"the gradient of {name}" for name, _ in trained)]
-    gradients = {name: each for name, each in zip(names, given, strict=True) if each is not None}
-    return {_OUTPUT: output.detach(), **gradients}
+        for name, parameter in sorted(layer.named_parameters(), key=lambda named: named[1].numel()):
+            nbytes = 4 * parameter.numel()
+            if parameter.requires_grad and nbytes <= room:
+                names.append(f"the gradient of {name}")
+                wanted.append(parameter)
+                room -= nbytes
+        gradients = torch.autograd.grad(output, wanted, gradient.to(output.dtype), allow_unused=True)
+    tensors = {_OUTPUT: output.detach()}
+    for name, own_gradient in zip(names, gradients, strict=True):
+        if own_gradient is not None:
+            tensors[name] = own_gradient
+    return tensors
 
 
 # ---- on the host ------------------------------------------------------------------------------------------------
@@ -447,16 +489,18 @@ def _on_host(task: LayerTask, host_call: Any) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     begun = time.thread_time()
     layer = task.copy.build()
-    task.trained = {name: each.detach() for name, each in layer.named_parameters() if each.requires_grad}
-    arguments, keywords = map_tensors(host_call, lambda each: each.float() if each.is_floating_point() else each)
+    task.trained = {name: weight.detach() for name, weight in layer.named_parameters() if weight.requires_grad}
+    arguments, keywords = map_tensors(host_call, _widened)
     call = LayerCall(name="", layer=layer, arguments=arguments, keywords=keywords, hidden=task.call.hidden)
+    finfo = torch.finfo(task.dtype)
+    least = 0.0
+    if task.dtype == torch.float16:
+        least = finfo.smallest_normal * finfo.eps / 2
     for number in range(1 + _ROUNDED):
-        host = OnHost(task.found.chosen, task.found.sides)
+        host = OnHost(task.on_device.chosen, task.on_device.sides)
         with ExitStack() as stack:
             stack.enter_context(host)
-            if number:
-                least = torch.finfo(task.dtype).smallest_normal * torch.finfo(task.dtype).eps / 2
-                least = least if task.dtype == torch.float16 else 0.0
+            if number > 0:
                 rounding = Rounding(task.unit, least, number, [*layer.parameters(), *layer.buffers()])
                 for module in layer.modules():
                     if isinstance(module, EightBit):
@@ -464,30 +508,39 @@ def _on_host(task: LayerTask, host_call: Any) -> None:
                 stack.enter_context(rounding)
             tensors = _through(layer, call, task.gradient)
         host.require_matched()
-        task.on_host.append(Passed(tensors=tensors, chosen=host.scores, sides=host.above))
+        task.on_host.append(PassResult(tensors=tensors, chosen=host.scores, sides=host.above))
     task.seconds = time.thread_time() - begun
 
 
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
 def _differences(task: LayerTask) -> list[LayerDifference]:
-    first, *rounded = task.on_host
-    if first.tensors.keys() != task.found.tensors.keys():
+    """How far all that the device computed and chose lies from the host's, over what rounding explains."""
+    device = task.on_device
+    exact, *rounded = task.on_host
+    if exact.tensors.keys() != device.tensors.keys():
         raise ValueError("other weights have gradients on the host than on the device")
     largest = torch.finfo(task.dtype).max
-    found = [
-        compare(name, task.found.tensors[name], wanted, [each.tensors[name] for each in rounded], largest)
-        for name, wanted in first.tensors.items()
-    ]
-    for number, chosen in enumerate(task.found.chosen):
-        if chosen.dim() and first.chosen[number].shape[:-1] == chosen.shape[:-1]:
-            found.append(worst_choice(chosen, first.chosen[number], [each.chosen[number] for each in rounded]))
-    for key, above in first.sides.items():
-        for number, wanted in enumerate(above):
-            by_chance = [each.sides[key][number] for each in rounded]
-            found.append(worst_side(key[0], task.found.sides[key][number], wanted, by_chance))
-    return found
+    differences = []
+    for name, wanted in exact.tensors.items():
+        by_chance = [result.tensors[name] for result in rounded]
+        differences.append(compare(name, device.tensors[name], wanted, by_chance, largest))
+    for number, chosen in enumerate(device.chosen):
+        scores = exact.chosen[number]
+        if chosen.dim() and scores.shape[:-1] == chosen.shape[:-1]:
+            by_chance = [result.chosen[number] for result in rounded]
+            differences.append(worst_choice(chosen, scores, by_chance))
+    for key, above_limits in exact.sides.items():
+        function, _ = key
+        for number, above in enumerate(above_limits):
+            by_chance = [result.sides[key][number] for result in rounded]
+            differences.append(worst_side(function, device.sides[key][number], above, by_chance))
+    return differences
 
 
 def _wrong(differences: Sequence[LayerDifference]) -> list[LayerDifference]:
-    """The output first, then the gradients, the worst first."""
-    found = [each for each in differences if each.width <= WIDE and not each.ratio <= 1.0]
-    return sorted(found, key=lambda each: (each.name != _OUTPUT, -each.ratio))
+    """Those that rounding does not explain: the output first, then the gradients, the worst first."""
+    wrong = [difference for difference in differences if difference.width <= WIDE and not difference.ratio <= 1.0]
+    return sorted(wrong, key=lambda difference: (difference.name != _OUTPUT, -difference.ratio))

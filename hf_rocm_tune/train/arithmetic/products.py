@@ -148,7 +148,8 @@ class Product:
 
     def bound(self, side: Side, dtype: torch.dtype, *, added: bool = False) -> Bound:
         """The bound of one row's residual; see `bounds`."""
-        finfo, out = torch.finfo(dtype), roundoff(dtype)
+        finfo = torch.finfo(dtype)
+        out = roundoff(dtype)
         inner, outer = self.columns_of(side)
         bias = 0.0
         if side == "forward":
@@ -191,8 +192,10 @@ class Product:
         Returns:
             float32 ``[rows]``, on the device, without a wait.
         """
-        checked, added, chosen = self.sides[side], call.added, call.experts
-        bound, checksum = self.bound(side, dtype, added=added is not None), checked.checksum
+        checked = self.sides[side]
+        added, chosen = call.added, call.experts
+        bound = self.bound(side, dtype, added=added is not None)
+        checksum = checked.checksum
         slope: Tensor | float = bound.a
         if added is not None:
             sums = 2 * math.sqrt(operand.shape[1]) + math.sqrt(result.shape[1])

@@ -50,8 +50,9 @@ class Rounding(TorchDispatchMode):
 
     def __init__(self, unit: float, least: float, seed: int, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.unit, self._least = unit, least
-        self._kept = frozenset(each.untyped_storage().data_ptr() for each in weights)
+        self.unit = unit
+        self._least = least
+        self._kept = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
         self._random = torch.Generator().manual_seed(seed)
 
     def uniform(self, like: Tensor, size: float) -> Tensor:
@@ -63,12 +64,17 @@ class Rounding(TorchDispatchMode):
         name = func.name().partition(".")[0]
         if name in _MOVES:
             return result
-        written = args[0] if name.endswith("_") and args else None
-        known = {each.untyped_storage().data_ptr() for each in tree_tensors((args, kwargs)) if each is not written}
+        written = None
+        if name.endswith("_") and args:
+            written = args[0]
+        given = [tensor for tensor in tree_tensors((args, kwargs)) if tensor is not written]
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
         for made in tree_tensors(result):
+            if not made.is_floating_point() or not made.numel():
+                continue
             memory = made.untyped_storage().data_ptr()
-            if not made.is_floating_point() or not made.numel() or memory in known or memory in self._kept:
-                continue  # a view
+            if memory in known or memory in self._kept:  # a view
+                continue
             made.mul_(self.uniform(made, self.unit).add_(1.0))
             if name in _PRODUCTS:
                 self._round_sums(made, args[-2], args[-1])
@@ -78,8 +84,9 @@ class Rounding(TorchDispatchMode):
 
     def _round_sums(self, made: Tensor, a: Tensor, b: Tensor) -> None:
         size = FLOAT32 * math.sqrt(a.shape[-1])
-        lengths = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
-        made.add_(self.uniform(made, size).mul_(lengths).mul_(torch.linalg.vector_norm(b, dim=-2, keepdim=True)))
+        rows = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
+        columns = torch.linalg.vector_norm(b, dim=-2, keepdim=True)
+        made.add_(self.uniform(made, size).mul_(rows).mul_(columns))
 
 
 # ---- what a layer chooses ---------------------------------------------------------------------------------------
@@ -89,7 +96,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 def _bounds(_: Tensor, min: Any = None, max: Any = None) -> list[Any]:
-    return [each for each in (min, max) if each is not None]
+    return [limit for limit in (min, max) if limit is not None]
 
 
 def _hard_bounds(_: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> list[float]:
@@ -98,6 +105,7 @@ def _hard_bounds(_: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace
 
 
 def _at(*limits: float) -> Callable[..., list[Any]]:
+    """Always these limits, whatever the arguments."""
     return lambda *_, **__: list(limits)
 
 
@@ -132,10 +140,12 @@ def _above_limits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if name not in _LIMITS or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return []
     x = args[0].detach()
-    found = []
+    above = []
     for limit in _LIMITS[name](*args, **kwargs):
-        found.append(x - (limit.detach() if isinstance(limit, Tensor) else limit))
-    return found
+        if isinstance(limit, Tensor):
+            limit = limit.detach()
+        above.append(x - limit)
+    return above
 
 
 class Chosen(TorchFunctionMode):
@@ -177,7 +187,8 @@ class OnHost(TorchFunctionMode):
 
     def __init__(self, chosen: Sequence[Tensor], sides: Mapping[Key, Sequence[Tensor]] | None = None) -> None:
         super().__init__()
-        self._chosen, self._sides = list(chosen), sides or {}
+        self._chosen = list(chosen)
+        self._sides = sides or {}
         self.scores: list[Tensor] = []
         self.above: dict[Key, list[Tensor]] = {}
 
@@ -187,17 +198,26 @@ class OnHost(TorchFunctionMode):
             return plain_attention(*args, **kwargs)
         if _name_of(func) in _LIMITS:
             return self._limited(func, _name_of(func), args, kwargs)
-        if func not in _TOPK:
-            return func(*args, **kwargs)
+        if func in _TOPK:
+            return self._topk(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What was chosen on the device, with the values of here."""
         own = func(*args, **kwargs)
         chosen = self._chosen[len(self.scores)]
         self.scores.append(args[0].detach())
         if chosen.shape != own.indices.shape:
             raise ValueError("other rows are chosen among on the host than on the device")
-        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        dim = -1
+        if "dim" in kwargs:
+            dim = kwargs["dim"]
+        elif len(args) > 2:
+            dim = args[2]
         return torch.return_types.topk((args[0].gather(dim, chosen), chosen))
 
     def _limited(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """The function of numbers that lie on the device's side of each limit."""
         sides = []
         for above in _above_limits(name, args, kwargs):
             key = (name, tuple(above.shape))
@@ -210,14 +230,17 @@ class OnHost(TorchFunctionMode):
             self.above.setdefault(key, []).append(above)
             sides.append((above, known[number]))
         if name in _COMPARISONS and sides:
-            return sides[0][1] if name in ("gt", "ge") else ~sides[0][1]
+            _, side = sides[0]
+            return side if name in ("gt", "ge") else ~side
         moved = args[0]
         for above, side in sides:
             if above.shape == moved.shape:
                 moved = _BesideLimit.apply(moved, above, side)
-        writes = getattr(func, "__name__", "").endswith("_") or kwargs.get("inplace")
-        result = func(moved.clone() if writes else moved, *args[1:], **kwargs)
-        return args[0].zero_().add_(result) if writes else result
+        is_in_place = getattr(func, "__name__", "").endswith("_") or kwargs.get("inplace")
+        if not is_in_place:
+            return func(moved, *args[1:], **kwargs)
+        result = func(moved.clone(), *args[1:], **kwargs)
+        return args[0].zero_().add_(result)
 
     def require_matched(self) -> None:
         """Raises where the device has made more choices of a kind than the host."""
@@ -234,7 +257,8 @@ class _BesideLimit(torch.autograd.Function):
         del ctx
         limit = x - above
         little = limit.abs() * 1e-6 + 1e-26
-        return torch.where((above > 0) == side, x, torch.where(side, limit + little, limit - little))
+        beside = torch.where(side, limit + little, limit - little)
+        return torch.where((above > 0) == side, x, beside)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -255,7 +279,8 @@ def plain_attention(
     """``scaled_dot_product_attention`` without dropout by products and a softmax; shapes as there."""
     del dropout_p
     if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     factor = scale or query.shape[-1] ** -0.5
     scores = query @ key.transpose(-1, -2) * factor
     if is_causal:
@@ -282,60 +307,72 @@ class LayerDifference(NamedTuple):
         return max(self.norm, self.row, self.scale)
 
 
-def compare(name: str, found: Tensor, wanted: Tensor, rounded: Sequence[Tensor], largest: float) -> LayerDifference:
-    """``found``: of the device; ``wanted``: in float32 on the host; ``rounded``: the same, rounded at random.
+def compare(name: str, computed: Tensor, exact: Tensor, rounded: Sequence[Tensor], largest: float) -> LayerDifference:
+    """``computed``: on the device; ``exact``: in float32 on the host; ``rounded``: the same, rounded at random.
 
     ``largest``: number of the device's dtype; near it a tensor is not judged.
     """
-    columns = wanted.shape[-1] if wanted.dim() > 1 else max(wanted.numel(), 1)
-    wanted = wanted.reshape(-1, columns)
-    if not wanted.numel() or not bool((wanted.abs() < largest / 8).all()):
+    columns = max(exact.numel(), 1)
+    if exact.dim() > 1:
+        columns = exact.shape[-1]
+    exact = exact.reshape(-1, columns)
+    if not exact.numel() or not bool((exact.abs() < largest / 8).all()):
         return LayerDifference(name, width=math.inf)
-    error = found.reshape(-1, columns).float() - wanted
-    noises = [each.reshape(-1, columns) - wanted for each in rounded]
     tiny = torch.finfo(torch.float32).tiny
-    size = torch.linalg.vector_norm(wanted, dim=1)
-    rows = torch.stack([torch.linalg.vector_norm(each, dim=1) for each in noises]).square().mean(0).sqrt()
-    whole, noise = float(size.norm()), float(rows.norm())
-    relative = noise / max(whole, tiny)
+    noises = [run.reshape(-1, columns) - exact for run in rounded]
+    noise_of_rows = torch.stack([torch.linalg.vector_norm(noise, dim=1) for noise in noises]).square().mean(0).sqrt()
+    noise = float(noise_of_rows.norm())
+    size_of_rows = torch.linalg.vector_norm(exact, dim=1)
+    relative = noise / max(float(size_of_rows.norm()), tiny)
+    error = computed.reshape(-1, columns).float() - exact
     if not bool(error.isfinite().all()):
         return LayerDifference(name, norm=math.inf, width=NORM * relative)
-    by_row = torch.linalg.vector_norm(error, dim=1) / (ROW * (rows + relative * size)).clamp_min(tiny)
-    scale = max(_along(each, wanted) for each in noises)
-    allowed = SCALE * max(scale, _SCALE_LEAST * relative)
+    allowed_of_rows = ROW * (noise_of_rows + relative * size_of_rows)
+    by_row = torch.linalg.vector_norm(error, dim=1) / allowed_of_rows.clamp_min(tiny)
+    noise_of_scale = max(_along(noise, exact) for noise in noises)
+    allowed_of_scale = SCALE * max(noise_of_scale, _SCALE_LEAST * relative)
     return LayerDifference(
         name,
         norm=float(error.norm()) / max(NORM * noise, tiny),
         row=float(by_row.amax()),
-        scale=_along(error, wanted) / max(allowed, tiny),
+        scale=_along(error, exact) / max(allowed_of_scale, tiny),
         width=NORM * relative,
     )
 
 
-def _along(error: Tensor, wanted: Tensor) -> float:
+def _along(error: Tensor, exact: Tensor) -> float:
     """The part of an error that makes all of a tensor larger or smaller."""
-    return abs(float((error * wanted).sum() / wanted.square().sum().clamp_min(torch.finfo(torch.float32).tiny)))
+    square = exact.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+    return abs(float((error * exact).sum() / square))
 
 
-def worst_choice(chosen: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> LayerDifference:
-    """How much worse the experts that the device chose are than the host's best ones; scores over the last dim."""
-    noise = max(float((each - wanted).abs().max()) for each in rounded)
-    best = wanted.topk(chosen.shape[-1], dim=-1).values
-    taken = wanted.gather(-1, chosen).sort(dim=-1, descending=True).values
+def worst_choice(chosen: Tensor, scores: Tensor, rounded: Sequence[Tensor]) -> LayerDifference:
+    """How much worse the experts that the device chose are than the host's best ones.
+
+    ``scores``: over the last dim, of the host; ``rounded``: the same, rounded at random.
+    """
+    best = scores.topk(chosen.shape[-1], dim=-1).values
+    taken = scores.gather(-1, chosen).sort(dim=-1, descending=True).values
     finite = best.isfinite() & taken.isfinite()
     lost = float(torch.where(finite, best - taken, 0.0).max())
-    twice = bool((chosen.sort(dim=-1).values.diff(dim=-1) == 0).any())
-    ratio = math.inf if twice else lost / max(NORM * noise, torch.finfo(torch.float32).tiny)
+    ratio = lost / _allowed(scores, rounded)
+    chosen_twice = bool((chosen.sort(dim=-1).values.diff(dim=-1) == 0).any())
+    if chosen_twice:
+        ratio = math.inf
     return LayerDifference("the choice of experts", norm=ratio)
 
 
-def worst_side(name: str, side: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> LayerDifference:
+def worst_side(name: str, side: Tensor, above: Tensor, rounded: Sequence[Tensor]) -> LayerDifference:
     """How far beyond a limit numbers lie on the host which the device had on the other side of it.
 
-    ``side``: whether a number lay above the limit on the device; ``wanted``, ``rounded``: how far above on the host.
+    ``side``: whether a number lay above the limit on the device; ``above``, ``rounded``: how far above on the host.
     """
-    noise = max(float((each - wanted).abs().max()) for each in rounded)
-    elsewhere = (side != (wanted > 0)) & wanted.isfinite()
-    lost = float(torch.where(elsewhere, wanted.abs(), 0.0).max())
-    ratio = lost / max(NORM * noise, torch.finfo(torch.float32).tiny)
-    return LayerDifference(f"the side of a limit of {name}", norm=ratio)
+    on_other_side = (side != (above > 0)) & above.isfinite()
+    beyond = float(torch.where(on_other_side, above.abs(), 0.0).max())
+    return LayerDifference(f"the side of a limit of {name}", norm=beyond / _allowed(above, rounded))
+
+
+def _allowed(exact: Tensor, rounded: Sequence[Tensor]) -> float:
+    """How far numbers may lie apart, by the largest difference that random rounding makes."""
+    noise = max(float((run - exact).abs().max()) for run in rounded)
+    return max(NORM * noise, torch.finfo(torch.float32).tiny)

@@ -67,21 +67,26 @@ class ProductVerdicts:
     """
 
     def __init__(self, mover: Mover, weights: HostWeights) -> None:
-        self._mover, self._report, self._weights = mover, mover.report, weights
-        self._step = self._attempt = 0
+        self._mover = mover
+        self._report = mover.report
+        self._weights = weights
+        self._step = 0
+        self._attempt = 0
         self._suspects: list[tuple[Product, Side]] = []
         self._skipped = False
         self.holding = False
         self.failure = ""
 
     def begin_step(self, step: int) -> None:
-        self._step, self._attempt = step, 0
-        self.holding, self._skipped = self._skipped, False
+        self._step = step
+        self._attempt = 0
+        self.holding = self._skipped  # the step that was skipped is not computed again: this one's products are held
+        self._skipped = False
 
     def clear(self) -> StepVerdict:
         """Nothing is wrong now: what made the step be repeated was a fault that has passed."""
         for layer, side in self._suspects:
-            self._tell(layer, side, "transient", "recovered", "the step was computed again, and is right now")
+            self._record_wrong(layer, side, "transient", "recovered", "the step was computed again, and is right now")
         self._suspects.clear()
         return StepVerdict.GO_ON
 
@@ -90,14 +95,16 @@ class ProductVerdicts:
 
         ``again``: the verdict on a step that is not to be used: to be computed again, or skipped.
         """
-        self.holding, self._attempt = True, self._attempt + 1
+        self.holding = True
+        self._attempt += 1
         wrong: list[tuple[Product, Side]] = []
         unknown: list[tuple[Product, Side]] = []
         current = products.current_library(self._mover.device)
         chosen: str | None = current
         for layer, side in flagged:
             checked = layer.sides[side]
-            held, checked.held = checked.held, None
+            held = checked.held
+            checked.held = None
             if held is None:
                 unknown.append((layer, side))
             elif self._is_wrong(layer, side, held):
@@ -118,7 +125,7 @@ class ProductVerdicts:
             products.use_library(self._mover.device, chosen)
             why = f"{current} computes it so: {chosen} is used from now on"
             for layer, side in wrong:
-                self._tell(layer, side, "one library", "recovered", why)
+                self._record_wrong(layer, side, "one library", "recovered", why)
             self._suspects = [suspect for suspect in self._suspects if suspect not in wrong]
         else:
             self._suspects += [suspect for suspect in (*unknown, *wrong) if suspect not in self._suspects]
@@ -131,17 +138,17 @@ class ProductVerdicts:
             why = "no library computes it right"
         else:
             why = f"so it was in {self._attempt} attempts"
-        sentences = [self._tell(layer, side, "repeatable", "stopped", why) for layer, side in wrong]
+        sentences = [self._record_wrong(layer, side, "repeatable", "stopped", why) for layer, side in wrong]
         self.failure = sentences[0]
 
-    def _tell(self, layer: Product, side: Side, kind: str, outcome: str, text: str) -> str:
+    def _record_wrong(self, layer: Product, side: Side, kind: str, outcome: str, text: str) -> str:
+        """An incident in the report, and a warning; returns the sentence."""
         checked = layer.sides[side]
-        where = f", {checked.where}" if checked.where else ""
         what = "weight" if side == "dequantised" else "product"
-        sentence = (
-            f"step {self._step}: the {side} {what} of {layer.name} is wrong "
-            f"({checked.flagged:.3g} times what rounding explains{where}): {text}"
-        )
+        how = f"{checked.flagged:.3g} times what rounding explains"
+        if checked.where:
+            how += f", {checked.where}"
+        sentence = f"step {self._step}: the {side} {what} of {layer.name} is wrong ({how}): {text}"
         row = {"step": self._step, "stage": "arithmetic", "tensor": layer.name, "side": side, "kind": kind}
         row |= {"residual": checked.flagged, "where": checked.where, "text": text, "outcome": outcome}
         self._report.incident(row)
@@ -157,7 +164,8 @@ class ProductVerdicts:
             computed, right, allowed = self._weight_on_host(layer, held)
         else:
             worst = held.residuals.topk(min(ROWS, len(held.residuals))).indices
-            x, computed = host_copy(held.operand[worst]).double(), host_copy(held.result[worst]).double()
+            x = host_copy(held.operand[worst]).double()
+            computed = host_copy(held.result[worst]).double()
             if not x.isfinite().all():
                 return False
             row_experts = _experts_of(held, worst)
@@ -171,11 +179,13 @@ class ProductVerdicts:
         self, layer: Product, side: Side, held: HeldProduct, x: Tensor, row_experts: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The product of rows ``x`` with the weights of their experts, float64, and how far a right one may be."""
-        added, dtype = held.call.added, held.dtype
+        added = held.call.added
+        dtype = held.dtype
         right = torch.zeros(len(x), layer.columns[side == "forward"], dtype=torch.float64)
         norms = torch.zeros_like(right)
         for expert, rows, weight in self._weights.rows(layer, set(row_experts.tolist()), held.call.gathered):
-            mine, wide = row_experts == expert, weight.double()
+            mine = row_experts == expert
+            wide = weight.double()
             if added is not None:
                 wide += _adapter_on_host(added.factors, expert)
             if side == "forward":
@@ -191,7 +201,8 @@ class ProductVerdicts:
             else:
                 bias = local(layer.module.bias)
             right += host_copy(bias).double()
-        out, bound = roundoff(dtype), layer.bound(side, dtype)
+        out = roundoff(dtype)
+        bound = layer.bound(side, dtype)
         length = x.norm(dim=1, keepdim=True)
         allowed = 4 * out * right.abs() + 8 * out * right.norm(dim=1, keepdim=True) / math.sqrt(right.shape[1])
         allowed += (bound.a * length + bound.q * x.abs().amax(1, keepdim=True)) * norms / max(layer.norm, 1e-30)
@@ -215,14 +226,18 @@ class ProductVerdicts:
 
     def _library_for(self, layer: Product, side: Side, held: HeldProduct) -> str | None:
         """The library that computes the held product right, the current one first; None if none does."""
-        checked, device = layer.sides[side], held.operand.device
+        checked = layer.sides[side]
+        device = held.operand.device
         if self._weights.streamer is not None:
             self._weights.streamer.bring(layer.module)
         if side == "dequantised":  # by no BLAS library
             with torch.no_grad():
-                weight, checksum = held.call.again(held.operand), checked.checksum[held.call.expert]
+                weight = held.call.again(held.operand)
+                checksum = checked.checksum[held.call.expert]
                 residual = weight_residuals(weight, checked.vectors, checksum).amax()
-                return products.current_library(device) if bool(residual <= checked.level) else None
+                if bool(residual <= checked.level):
+                    return products.current_library(device)
+                return None
         for name in products.each_library(device):
             again = _computed_again(layer, side, held)
             with torch.no_grad():
@@ -234,11 +249,12 @@ class ProductVerdicts:
 
 def _computed_again(layer: Product, side: Side, held: HeldProduct) -> Tensor:
     """The product once more, as it was computed, [rows, columns]."""
-    operand, kind, call = held.operand, held.operand.device.type, held.call
+    operand, call = held.operand, held.call
     if side == "backward" and call.back is not None:
         return call.back(operand)
-    cast = not layer.quantised and layer.weight.dtype != held.dtype
-    with torch.autocast(kind, dtype=held.dtype if cast else None, enabled=cast), torch.enable_grad():
+    casts = not layer.quantised and layer.weight.dtype != held.dtype
+    dtype = held.dtype if casts else None
+    with torch.autocast(operand.device.type, dtype=dtype, enabled=casts), torch.enable_grad():
         if side == "forward":
             return call.again(operand).detach().view(len(operand), -1)
         x = operand.new_zeros(len(operand), layer.columns[0]).requires_grad_()
