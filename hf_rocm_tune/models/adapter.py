@@ -39,50 +39,75 @@ def target_names(targets: str | Iterable[str] | None) -> str | Iterable[str] | N
 
     TRL unwraps a list of one into a string, which PEFT reads as a regular expression on whole names.
     """
-    return {targets} if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets) else targets
+    if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets):
+        return {targets}
+    return targets
 
 
 def check_targets(model: nn.Module, targets: str | Iterable[str] | None, *, saved: Iterable[str] | None = None) -> None:
     """Checks that each LoRA target, and each module to train whole, names at least one module of the model."""
     names = [name for name, _ in model.named_modules() if name]
-    if absent := [each for each in saved or () if not any(name.endswith(each) for name in names)]:
-        kinds = ", ".join(dict.fromkeys(last for name in names if not (last := name.rpartition(".")[2]).isdigit()))
-        raise UsageError(
-            f"--lora_modules_to_save: {', '.join(absent)} match no module of {type(model).__name__}; it has {kinds}"
-        )
+    _check_saved(model, names, saved or ())
     if targets is None or targets == ALL_LINEAR:
         return
     if isinstance(targets, str):
-        try:
-            missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
-        except re.error as error:
-            raise UsageError(f"--lora_target_modules {targets!r} is not a regular expression: {error}") from error
+        missing = []
+        if not _matches_any(targets, names):
+            missing = [targets]
     else:
-        missing = [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in names)]
+        missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
     if missing:
-        found = ", ".join(adaptable(model)[:_SHOWN])
+        known = ", ".join(adaptable(model)[:_SHOWN])
         raise UsageError(
-            f"--lora_target_modules: {', '.join(missing)} match no module of {type(model).__name__}; it has {found} "
+            f"--lora_target_modules: {', '.join(missing)} match no module of {type(model).__name__}; it has {known} "
             "(or give all-linear)"
         )
+
+
+def _check_saved(model: nn.Module, names: list[str], saved: Iterable[str]) -> None:
+    absent = [module for module in saved if not any(name.endswith(module) for name in names)]
+    if not absent:
+        return
+    kinds: list[str] = []
+    for name in names:
+        last = name.rpartition(".")[2]
+        if not last.isdigit() and last not in kinds:
+            kinds.append(last)
+    raise UsageError(
+        f"--lora_modules_to_save: {', '.join(absent)} match no module of {type(model).__name__}; it has "
+        f"{', '.join(kinds)}"
+    )
+
+
+def _matches_any(pattern: str, names: list[str]) -> bool:
+    try:
+        return any(re.fullmatch(pattern, name) for name in names)
+    except re.error as error:
+        raise UsageError(f"--lora_target_modules {pattern!r} is not a regular expression: {error}") from error
 
 
 def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str | Iterable[str] | None:
     """The targets; of a model with experts or with layers in `kept_out`, ``all-linear`` as the names of the others."""
     if targets != ALL_LINEAR:
         return targets
-    kept = kept_out(model)
+    kinds = kept_out(model)
     # PEFT adapts experts for "all-linear" where they are parameters, too, and not only linear layers
-    if not kept and not any(True for _ in experts_of(model)):
+    if not kinds and not _has_experts(model):
         return targets
-    names = {name for each in kept.values() for name in each}
-    return _named_alone(model, [name for name in adaptable(model) if name not in names])
+    kept: set[str] = set()
+    for names in kinds.values():
+        kept.update(names)
+    return _named_alone(model, [name for name in adaptable(model) if name not in kept])
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(True for _ in experts_of(model))
 
 
 def _named_alone(model: nn.Module, names: list[str]) -> list[str]:
     """The names; instead of one that other layers have as well, the paths of the linear layers that have it."""
     linear: dict[str, list[str]] = {name: [] for name in names}
-    others = set()
+    ambiguous = set()
     for path, module in model.named_modules():
         last = _last_name(path)
         if last not in linear:
@@ -90,8 +115,14 @@ def _named_alone(model: nn.Module, names: list[str]) -> list[str]:
         if isinstance(module, nn.Linear | Conv1D):
             linear[last].append(path)
         else:
-            others.add(last)
-    return [each for name in names for each in (linear[name] if name in others else [name])]
+            ambiguous.add(last)
+    targets: list[str] = []
+    for name in names:
+        if name in ambiguous:
+            targets += linear[name]
+        else:
+            targets.append(name)
+    return targets
 
 
 def kept_out(model: nn.Module) -> dict[str, list[str]]:
@@ -102,24 +133,32 @@ def kept_out(model: nn.Module) -> dict[str, list[str]]:
     adapter would be trained and never used, and PEFT refuses some. ``indexer``: an attention's choice of tokens,
     through which no gradient comes. ``other product``: see `linear_in_name_only`.
     """
-    kinds: dict[str, set[str]] = {"experts": set(), "state space": set(), "indexer": set(), "other product": set()}
-    kinds["other product"] |= {_last_name(name) for name in linear_in_name_only(model)}
-    if any(True for _ in experts_of(model)):
-        kinds["experts"] = _TAKEN_FOR_EXPERTS | {name.rpartition(".")[2] for name in routers_of(model)}
+    of_experts: set[str] = set()
+    if _has_experts(model):
+        of_experts = _TAKEN_FOR_EXPERTS | {name.rpartition(".")[2] for name in routers_of(model)}
+    state_space: set[str] = set()
+    indexer: set[str] = set()
     for name, module in model.named_modules():
         if hasattr(module, "A_log") and hasattr(module, "D"):  # gated delta networks have no D, and call their layers
-            kinds["state space"] |= {each for each in _READ_BY_KERNELS if hasattr(module, each)}
+            state_space |= {read for read in _READ_BY_KERNELS if hasattr(module, read)}
         if name.rpartition(".")[2] == "indexer":
-            kinds["indexer"] |= {each for each, inner in module.named_children() if isinstance(inner, nn.Linear)}
-    there = adaptable(model)
-    found = {kind: [name for name in there if name in names] for kind, names in kinds.items()}
-    return {kind: names for kind, names in found.items() if names}
+            indexer |= {child for child, inner in module.named_children() if isinstance(inner, nn.Linear)}
+    other = {_last_name(name) for name in linear_in_name_only(model)}
+    kept: dict[str, list[str]] = {}
+    names_of_model = adaptable(model)
+    kinds = {"experts": of_experts, "state space": state_space, "indexer": indexer, "other product": other}
+    for kind, names in kinds.items():
+        present = [name for name in names_of_model if name in names]
+        if present:
+            kept[kind] = present
+    return kept
 
 
 _READ_BY_KERNELS = ("out_proj", "x_proj", "dt_proj")
 
 
 def adaptable(model: nn.Module) -> list[str]:
+    """Names of the linear layers that can have adapters, the most frequent first; not of the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     counts: Counter[str] = Counter()
     for name, module in model.named_modules():
@@ -131,16 +170,20 @@ def adaptable(model: nn.Module) -> list[str]:
 def _last_name(path: str) -> str:
     """The last part of a layer's name, as PEFT takes it; a number with what it is a part of: ``0`` is any list's."""
     *before, last = path.split(".")
-    return f"{before[-1]}.{last}" if last.isdigit() and before else last
+    if last.isdigit() and before:
+        return f"{before[-1]}.{last}"
+    return last
 
 
 def trainable_parameters(model: nn.Module) -> tuple[int, int]:
     """Number of trainable parameters and of all parameters; packed 4-bit weights count unpacked."""
     trainable = total = 0
     for parameter in model.parameters():
-        count = (getattr(parameter, "quant_state", None) or parameter).shape.numel()
+        unpacked = getattr(parameter, "quant_state", None) or parameter
+        count = unpacked.shape.numel()
         total += count
-        trainable += count if parameter.requires_grad else 0
+        if parameter.requires_grad:
+            trainable += count
     return trainable, total
 
 
@@ -149,22 +192,25 @@ def plain_lora(trained: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> di
 
     Checks what `write_plain_lora` wrote through PEFT's `LoraModel.subtract_mutated_init`.
     """
-    found = {}
+    plain = {}
     for name, tensor in trained.items():
-        begun, of_a = start[name], ".lora_A." in name
-        found[name] = torch.cat([tensor, begun if of_a else -begun], dim=0 if of_a else 1)
-    return found
+        if ".lora_A." in name:
+            plain[name] = torch.cat([tensor, start[name]], dim=0)
+        else:
+            plain[name] = torch.cat([tensor, -start[name]], dim=1)
+    return plain
 
 
 def write_plain_lora(model: PeftModel, directory: Path, start: Mapping[str, Tensor], mover: Mover) -> None:
     """Writes a model's adapter and its configuration as plain LoRA on the original weights, by PEFT's conversion."""
     training = model.training
     with tempfile.TemporaryDirectory(prefix="hf-rocm-tune-") as scratch, mover.copies_as("adapter"):
-        (begun := Path(scratch) / "start").mkdir()
-        save_file(dict(start), begun / "adapter_model.safetensors")
+        start_directory = Path(scratch) / "start"
+        start_directory.mkdir()
+        save_file(dict(start), start_directory / "adapter_model.safetensors")
         with warnings.catch_warnings():  # PiSSA does not combine with other adapters; the result is none
             warnings.filterwarnings("ignore", message=".* changes the base weights of the model")
-            model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(begun))
+            model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(start_directory))
     model.train(training)
 
 
@@ -199,16 +245,16 @@ def _merged(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.data
             continue
         layer: Any = model.get_submodule(owner)
-        kept = [(each, each.data) for each in layer.get_base_layer().parameters()]
+        originals = [(weight, weight.data) for weight in layer.get_base_layer().parameters()]
         try:
-            for each, value in kept:
-                each.data = value.clone()
+            for weight, value in originals:
+                weight.data = value.clone()
             layer.merge()
             merged = parameter.data.clone()
             layer.unmerge()
         finally:
-            for each, value in kept:
-                each.data = value
+            for weight, value in originals:
+                weight.data = value
         yield name, merged
 
 
@@ -221,18 +267,24 @@ def share_inputs(model: nn.Module) -> int:
     """
     from peft.tuners.lora.layer import Linear
 
-    layers: list[Any] = [module for module in model.modules() if type(module) is Linear]
-    plain = [layer for layer in layers if not layer.lora_variant]
-    found = [layer for layer in plain if all(isinstance(each, nn.Identity) for each in layer.lora_dropout.values())]
-    for layer in found:
-        layer._cast_input_dtype = MethodType(_cast_unless_autocast, layer)
-    return len(found)
+    changed = 0
+    layer: Any
+    for layer in model.modules():
+        if type(layer) is not Linear or layer.lora_variant:
+            continue
+        if all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values()):
+            layer._cast_input_dtype = MethodType(_cast_unless_autocast, layer)
+            changed += 1
+    return changed
 
 
 def _cast_unless_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-    devices = ("cuda", "cpu") if x.is_meta else (x.device.type,)  # the planner counts on the meta device
-    if any(torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) == x.dtype for each in devices):
-        return x
+    devices = [x.device.type]
+    if x.is_meta:  # the planner's, which stands for either
+        devices = ["cuda", "cpu"]
+    for device in devices:
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == x.dtype:
+            return x
     return type(layer)._cast_input_dtype(layer, x, dtype)
 
 
@@ -243,22 +295,34 @@ class LearningRates:
 
     def split(self, model: Any, optimizer: Any) -> None:
         """Moves those parameters into groups of their own, after the others, with the same options."""
-        trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        special: dict[int, float] = {}
+        trained = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
+        rates: dict[int, float] = {}  # of a parameter, by its id
         if self.embeddings is not None:
-            both = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
-            whole = [id(parameter) for module in both for parameter in module.parameters()]
-            special = {each: self.embeddings for each in whole if "lora_" not in trained.get(each, "lora_")}
-            if not special:
+            for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+                if module is None:
+                    continue
+                for weight in module.parameters():
+                    is_trained_whole = id(weight) in trained and "lora_" not in trained[id(weight)]
+                    if is_trained_whole:
+                        rates[id(weight)] = self.embeddings
+            if not rates:
                 raise UsageError(
                     "--embedding_learning_rate: neither embeddings nor output head are trained; add "
                     "--lora_modules_to_save embed_tokens lm_head (by their names in this model)"
                 )
         if self.lora_b is not None:
-            rate = optimizer.param_groups[0]["lr"] * self.lora_b
-            special |= {each: rate for each, name in trained.items() if ".lora_B." in name}
+            rate_of_b = optimizer.param_groups[0]["lr"] * self.lora_b
+            for identity, name in trained.items():
+                if ".lora_B." in name:
+                    rates[identity] = rate_of_b
         for group in list(optimizer.param_groups):
-            for rate in sorted({special[id(p)] for p in group["params"] if id(p) in special}):
-                moved = [p for p in group["params"] if special.get(id(p)) == rate]
-                optimizer.param_groups.append({**group, "params": moved, "lr": rate})
-            group["params"] = [p for p in group["params"] if id(p) not in special]
+            moved: dict[float, list[Tensor]] = {}  # by rate
+            kept: list[Tensor] = []
+            for weight in group["params"]:
+                if id(weight) in rates:
+                    moved.setdefault(rates[id(weight)], []).append(weight)
+                else:
+                    kept.append(weight)
+            for rate in sorted(moved):
+                optimizer.param_groups.append({**group, "params": moved[rate], "lr": rate})
+            group["params"] = kept

@@ -74,8 +74,8 @@ def merge(
         clean_leftovers(out.parent)
     adapter = open_adapter(adapter_name)
     say(adapter.described)
-    named = base_of(adapter, base_name)
-    directory = named.download()
+    base = base_of(adapter, base_name)
+    directory = base.download()
     nbytes = _check_base(directory)
     spill = nbytes + _SPARE_MEMORY > psutil.virtual_memory().available
     if adapter.trained_in_bits:
@@ -100,7 +100,7 @@ def merge(
             with _spilled(out.parent) if spill else nullcontext():
                 model, _ = load_model(source, mover, on_host=spill)
             records = attest_files(source, mover)
-            say(f"base {named.name}: {nbytes / 1e9:.3g} GB loaded, {_compared(source, records)}")
+            say(f"base {base.name}: {nbytes / 1e9:.3g} GB loaded, {_compared(source, records)}")
             consists = base_files.record(mover.loaded)
             leftovers = leftovers_of(directory, mover.loaded)
             for line in leftovers.lines(reward=adapter.is_reward):
@@ -112,14 +112,16 @@ def merge(
             "adapter_sha256": adapter.files.entries[WEIGHTS_FILE].sha256,
             "method": adapter.method,
             "trained_in_bits": adapter.trained_in_bits,
-            "base": named.hub_id or Path(named.name).name,  # no path is published
+            "base": base.hub_id or Path(base.name).name,  # no path is published
             "base_files_not_attested": len(records.unknown),
             "base_files": consists.to_json() if consists else None,
         }
+        copied = None
+        if leftovers.tensors and not adapter.is_reward:
+            copied = leftovers
         with staged_directory(out) as staging:
             texts = _texts(directory, adapter, merged.config, trust_remote_code=trust_remote_code)
-            texts["README.md"] = merged_readme(named.hub_id, adapter.method, reward=adapter.is_reward).encode()
-            copied = None if adapter.is_reward or not leftovers.tensors else leftovers
+            texts["README.md"] = merged_readme(base.hub_id, adapter.method, reward=adapter.is_reward).encode()
             stored = _write(merged, staging, texts, max_shard_size, adapter.written, origin, copied)
     except (OSError, SafetensorError) as error:  # safetensors has the system's error in words only
         why = getattr(error, "strerror", None) or error
@@ -137,13 +139,15 @@ def merge(
 def _check_base(directory: Path) -> int:
     """The bytes of the base's weights; those of experts in MXFP4 become 16 bits, four times as many."""
     files = check_model_directory(directory) or sorted(directory.glob("pytorch_model*.bin"))
+    nbytes = sum(file.stat().st_size for file in files)
     quantised = read_object(directory / "config.json").get("quantization_config")
-    packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
-    if quantised and not packed:
-        raise UsageError(
-            f"{directory} is quantised, and no adapter can be merged into that: give the original model with --base"
-        )
-    return sum(file.stat().st_size for file in files) * (4 if packed else 1)
+    if not quantised:
+        return nbytes
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4":
+        return 4 * nbytes
+    raise UsageError(
+        f"{directory} is quantised, and no adapter can be merged into that: give the original model with --base"
+    )
 
 
 def _compared(source: ModelSource, records: FileRecords) -> str:
@@ -179,8 +183,9 @@ def _spilled(directory: Path) -> Iterator[None]:
 
 def _merged(model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype | None) -> tuple[PreTrainedModel, int, bool]:
     """The plain model with the adapter merged, how many layers that changed, and whether the head lost its tie."""
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    were_tied = last is not None and first.weight is last.weight
+    embeddings = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    were_tied = head is not None and embeddings.weight is head.weight
     wrapped = attach(model, adapter, lambda tensor, _: tensor.clone())
     _untie(wrapped)
     dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
@@ -196,36 +201,40 @@ def _merged(model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype | None)
             f"PEFT cannot merge {adapter.name}: {' '.join(str(error).split())}. Unmerged it can be used beside its "
             "base: `hf-rocm-tune generate`, or PEFT's PeftModel.from_pretrained"
         ) from error
-    base_dtype = merged.config.dtype if isinstance(merged.config.dtype, torch.dtype) else model.dtype
+    base_dtype = merged.config.dtype
+    if not isinstance(base_dtype, torch.dtype):
+        base_dtype = model.dtype
     for name, parameter in merged.named_parameters():
         if parameter.is_floating_point():  # whole modules come from the adapter's file, in its dtype
             _cast(name, parameter, dtype or dtypes.get(id(parameter), base_dtype))
         parameter.requires_grad_(False)
-    return merged, len(layers), were_tied and not _tie_again(merged)
+    lost_tie = were_tied and not _tie_again(merged)
+    return merged, len(layers), lost_tie
 
 
 def _merge_layer(name: str, layer: BaseTunerLayer, dtype: torch.dtype | None) -> None:
     """Merge one layer in float32; its weights keep their memory, unless the dtype changes."""
     owner = layer.get_base_layer()
-    before = {each: parameter.data for each, parameter in owner.named_parameters(recurse=False)}
+    before = {key: parameter.data for key, parameter in owner.named_parameters(recurse=False)}
     layer.float()
     layer.merge(safe_merge=False, adapter_names=[NAME])
-    for each, old in before.items():
-        parameter = getattr(owner, each)
+    for key, old in before.items():
+        parameter = getattr(owner, key)
         new = parameter.data
         if dtype in (None, old.dtype) and old.shape == new.shape:
             parameter.data = old.copy_(new)  # device: both are on the host
-        _cast(f"{name}.{each}", parameter, dtype or old.dtype)
+        _cast(f"{name}.{key}", parameter, dtype or old.dtype)
 
 
 def _cast(name: str, parameter: Tensor, dtype: torch.dtype) -> None:
     parameter.data = parameter.data.to(dtype)
-    if not bool(parameter.data.sum(dtype=torch.float32).isfinite()):  # one pass, no temporary of that size
-        narrow = "that dtype is too narrow (--dtype bfloat16), or " if dtype == torch.float16 else ""
-        raise UsageError(
-            f"{name} has values that are not finite when it is merged and stored as "
-            f"{str(dtype).removeprefix('torch.')}: {narrow}the adapter or the base is broken"
-        )
+    if bool(parameter.data.sum(dtype=torch.float32).isfinite()):  # one pass, no temporary of that size
+        return
+    why = "the adapter or the base is broken"
+    if dtype == torch.float16:
+        why = f"that dtype is too narrow (--dtype bfloat16), or {why}"
+    stored_as = str(dtype).removeprefix("torch.")
+    raise UsageError(f"{name} has values that are not finite when it is merged and stored as {stored_as}: {why}")
 
 
 def _untie(model: PeftModel) -> None:
@@ -240,11 +249,12 @@ def _untie(model: PeftModel) -> None:
 
 def _tie_again(model: PreTrainedModel) -> bool:
     """Whether input and output embeddings, which were tied, are equal still; the configuration says so."""
-    first: Any = model.get_input_embeddings()
-    last: Any = model.get_output_embeddings()
-    equal = first.weight.shape == last.weight.shape and torch.equal(first.weight, last.weight)
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    same_shape = embeddings.weight.shape == head.weight.shape
+    equal = same_shape and torch.equal(embeddings.weight, head.weight)
     if equal:
-        last.weight = first.weight
+        head.weight = embeddings.weight
     else:
         model.all_tied_weights_keys = {}
     for config in (model.config, model.config.get_text_config()):
@@ -273,11 +283,11 @@ def _write(
     wrong: list[str] = []
     digests: dict[str, str] = {}  # by file and tensor, "FILE:TENSOR"
     entries: dict[str, FileEntry] = {}
-    for file, one in read_back.items():
-        wrong += one.differing
-        digests |= one.digests
-        if one.entry is not None:
-            entries[file] = one.entry
+    for file, compared in read_back.items():
+        wrong += compared.differing
+        digests |= compared.digests
+        if compared.entry is not None:
+            entries[file] = compared.entry
 
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
     nbytes = sum(storages.values())
@@ -321,30 +331,42 @@ def _texts(base: Path, adapter: Adapter, config: Any, *, trust_remote_code: bool
 
     Special tokens that the run changed are changed in ``config``, the merged model's configuration, too.
     """
-    files = {path.name: path.read_bytes() for path in base.iterdir() if path.is_file() and _BESIDE.fullmatch(path.name)}
+    files: dict[str, bytes] = {}
+    for path in base.iterdir():
+        if path.is_file() and _BESIDE.fullmatch(path.name):
+            files[path.name] = path.read_bytes()
     files |= vocabulary.tokenizer_files(base, adapter.directory, trust_remote_code=trust_remote_code)
-    known = {place: vocabulary.has_tokenizer(place) for place in (base, adapter.directory)}
-    loaded = [vocabulary.tokenizer_in(place, trust_remote_code=trust_remote_code) for place in known if known[place]]
+    tokenizers = []  # the base's, and the adapter's
+    for directory in dict.fromkeys((base, adapter.directory)):
+        if vocabulary.has_tokenizer(directory):
+            tokenizers.append(vocabulary.tokenizer_in(directory, trust_remote_code=trust_remote_code))
     text_config = config.get_text_config()
-    if len(loaded) == 2:
-        for key, value in vocabulary.changed_roles(*loaded).items():
+    if len(tokenizers) == 2:
+        for key, value in vocabulary.changed_roles(*tokenizers).items():
             setattr(text_config, key, value)
-    speaks = loaded[-1] if loaded and not adapter.is_reward else None
+    tokenizer = None  # of what generates
+    if tokenizers and not adapter.is_reward:
+        tokenizer = tokenizers[-1]
     ends = getattr(text_config, "eos_token_id", None)  # not every configuration has one: CPM-Ant's
-    given = vocabulary.generation_file(base, adapter.directory, speaks, fallback=ends)
-    if given is not None:
-        files[GENERATION_FILE] = given
+    generation = vocabulary.generation_file(base, adapter.directory, tokenizer, fallback=ends)
+    if generation is not None:
+        files[GENERATION_FILE] = generation
     return files
 
 
 def merged_readme(base_id: str | None, method: str, *, reward: bool = False) -> str:
     """A short ``README.md`` with valid metadata; ``base_id`` is None for a base that is not on the Hub."""
-    task, auto = ("text-classification", "SequenceClassification") if reward else ("text-generation", "CausalLM")
-    more = {"base_model": base_id, "base_model_relation": "finetune"} if base_id else {}
-    data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["hf-rocm-tune", "merged"], **more)
-    base = f"[{base_id}](https://huggingface.co/{base_id})" if base_id else "a local base model"
+    title, task, auto = "Merged model", "text-generation", "CausalLM"
+    if reward:
+        title, task, auto = "Merged reward model", "text-classification", "SequenceClassification"
+    base = "a local base model"
+    metadata: dict[str, Any] = {}
+    if base_id:
+        base = f"[{base_id}](https://huggingface.co/{base_id})"
+        metadata = {"base_model": base_id, "base_model_relation": "finetune"}
+    data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["hf-rocm-tune", "merged"], **metadata)
     return (
-        f"---\n{data.to_yaml()}\n---\n\n# Merged {'reward ' if reward else ''}model\n\n{base}, into which an adapter "
+        f"---\n{data.to_yaml()}\n---\n\n# {title}\n\n{base}, into which an adapter "
         f"({method}) was merged in float32 by hf-rocm-tune. `integrity.json` has each file's SHA-256 and each tensor's "
         f"digest.\n\n```python\nfrom transformers import AutoModelFor{auto}, AutoTokenizer\n\n"
         f'model = AutoModelFor{auto}.from_pretrained(".")  # this directory, or its id on the Hub\n'
