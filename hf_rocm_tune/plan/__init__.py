@@ -1,8 +1,8 @@
-"""The planner: what a training job takes of a card, by the model's configuration, and the fastest way that fits.
+"""The planner: what a training job takes of a card, by the model's configuration, and the fastest settings that fit.
 
 Reading order: `request` (the question), `sample` and `recorder` (one step of the real architecture on the meta device),
-`estimate` (from recorded steps to a card's memory), `fit` (every case, the choice), `ways` (several cards, advice), and
-`command`. Only `sample` and `recorder` import torch.
+`estimate` (from recorded steps to a card's memory), `fit` (every case, the choice), `strategies` (several cards, and
+advice), and `command`. Only `sample` and `recorder` import torch.
 """
 
 from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, GIB, CardMemory, Estimate, describe, little_room, missing
@@ -16,7 +16,7 @@ from hf_rocm_tune.plan.request import (
     from_training,
     public_model,
 )
-from hf_rocm_tune.plan.ways import advice, even_counts, split_plan
+from hf_rocm_tune.plan.strategies import advice, even_counts, split_plan
 
 __all__ = ["CONTEXT_BYTES", "GIB", "PUBLIC_MODELS", "TRAINERS", "CardMemory", "Estimate", "Plan", "PlanRequest"]
 __all__ += ["advice", "card_memory", "config_of", "describe", "even_counts", "from_training", "little_room", "missing"]

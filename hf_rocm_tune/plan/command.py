@@ -29,7 +29,7 @@ from hf_rocm_tune.plan.request import (
     config_of,
     quiet,
 )
-from hf_rocm_tune.plan.ways import THROUGH_HOST, advice, best_of, sentence, ways
+from hf_rocm_tune.plan.strategies import THROUGH_HOST, advice, best_of, explain, strategies
 
 _PROGRAM = "hf-rocm-tune"
 _NO_DATA = "YOUR_DATA"
@@ -134,11 +134,11 @@ def _with_rows(
 
 
 def _values(plan: Plan, dataset: str, lengths: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]:
-    """The plan as JSON values; memory in bytes. On several cards the fastest way that fits is the choice."""
+    """The plan as JSON values; memory in bytes. On several cards the fastest strategy that fits is the choice."""
     request = plan.request
     flags = ""
     if request.cards > 1:
-        option, flags, more = _choice_of_ways(plan)
+        option, flags, more = _choice_of_strategy(plan)
     else:
         option = plan.nearest
         more = {"longest": {method: plan.longest(method) for method in plan.recordings}, "others": []}
@@ -193,18 +193,18 @@ def _choice(option: Estimate) -> dict[str, Any]:
     return values
 
 
-def _choice_of_ways(plan: Plan) -> tuple[Estimate, str, dict[str, Any]]:
-    """On several cards: the choice with its evaluation batch, its flags, and what is said of all ways."""
-    all_ways = ways(plan)
-    best = best_of(all_ways) or min(all_ways, key=lambda way: way.option.total)
+def _choice_of_strategy(plan: Plan) -> tuple[Estimate, str, dict[str, Any]]:
+    """On several cards: the choice with its evaluation batch, its flags, and what is said of all strategies."""
+    compared = strategies(plan)
+    best = best_of(compared) or min(compared, key=lambda strategy: strategy.option.total)
     eval_batch = plan.with_evaluation(best.option).case.eval_batch
     option = replace(best.option, case=replace(best.option.case, eval_batch=eval_batch))
     more: dict[str, Any] = {"way": best.name, "card_lines": list(best.lines), "ways": []}
-    for way in all_ways:
-        of_way = {"name": way.name, "crossing": way.crossing, "flags": way.flags}
-        more["ways"].append({**_choice(way.option), **of_way})
+    for strategy in compared:
+        of_strategy = {"name": strategy.name, "crossing": strategy.crossing, "flags": strategy.flags}
+        more["ways"].append({**_choice(strategy.option), **of_strategy})
     if option.fits:
-        more["advice"] = sentence(plan, best)
+        more["advice"] = explain(plan, best)
     return option, best.flags, more
 
 
@@ -396,10 +396,10 @@ def _fitting_lines(values: dict[str, Any]) -> Iterator[str]:
         yield values["advice"]
     for other in values.get("others", ()):
         yield _other_line(other["method"], other, choice)
-    for way in values.get("ways", ()):
-        if way["fits"] and way["name"] != values["way"]:
-            name = f"{way['name']}, {way['method']}"
-            yield f"{_other_line(name, way, choice)} ({way['flags']})"
+    for strategy in values.get("ways", ()):
+        if strategy["fits"] and strategy["name"] != values["way"]:
+            name = f"{strategy['name']}, {strategy['method']}"
+            yield f"{_other_line(name, strategy, choice)} ({strategy['flags']})"
     longest = [f"{method} {tokens:,}" for method, tokens in values.get("longest", {}).items() if tokens]
     if longest:
         yield f"longest sequence, one row at a time, recomputed: {', '.join(longest)} tokens"
@@ -540,7 +540,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def command(request: PlanRequest, option: Estimate, dataset: str = _NO_DATA, flags: str = "") -> str:
-    """The command line of a choice, without flags that have their default; ``flags``: of the way over the cards."""
+    """The command line of a choice, without flags that have their default; ``flags``: of the parallel strategy."""
     nothing = Case(micro_batch=0, length=0, checkpointing=True, accumulation=0, eval_batch=8)
     defaults = _settings(PlanRequest(), "qlora", nothing) | {"load_in_4bit": False}
     settings = _settings(request, option.variant, option.case)

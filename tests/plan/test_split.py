@@ -17,7 +17,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.fit import Plan, plan_for
 from hf_rocm_tune.plan.request import PlanRequest, config_of, public_model
-from hf_rocm_tune.plan.ways import SplitPlan, even_counts, split_plan
+from hf_rocm_tune.plan.strategies import SplitPlan, even_counts, split_plan
 from tests import tiny
 
 MIB = 1 << 20

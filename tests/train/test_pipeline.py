@@ -29,7 +29,7 @@ from hf_rocm_tune.models.split import LayerSplit, SplitMover, set_device_map
 from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.fit import plan_for
 from hf_rocm_tune.plan.request import PlanRequest
-from hf_rocm_tune.plan.ways import split_plan
+from hf_rocm_tune.plan.strategies import split_plan
 from hf_rocm_tune.transfer import FaultSpec
 from tests import simcard, tiny
 

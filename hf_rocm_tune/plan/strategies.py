@@ -1,4 +1,4 @@
-"""Several cards: what each way over them takes, its speed and traffic, one model split over them, and what to change.
+"""Several cards: what each parallel strategy takes, its speed and traffic, a split model, and what to change.
 
 Every figure is an estimate from counted bytes and assumed rates. None was measured on two cards.
 """
@@ -154,13 +154,15 @@ def even_counts(layers: int, cards: int) -> Counts:
     return tuple(counts)
 
 
-# ---- the ways, compared -----------------------------------------------------------------------------------------
+# ---- the strategies, compared ----------------------------------------------------------------------------------
 
-At = Callable[[str, Case], Estimate]  # memory of the fullest card and speed of all, of a method and case
+EstimateOf = Callable[[str, Case], Estimate]  # memory of the fullest card and speed of all, of a method and case
 
 
 @dataclass(frozen=True, kw_only=True)
-class CardsWay:
+class StrategyEstimate:
+    """A parallel strategy in the case that suits it best."""
+
     name: str  # ``ddp``, ``host``, ``fsdp2``, ``split``, ``pipeline`` or ``tensor``
     option: Estimate  # the fastest case that fits, else the least: memory of the fullest card, speed of all cards
     crossing: float  # bytes between the cards, or between them and the host, in one optimizer step; sum of all cards
@@ -168,40 +170,41 @@ class CardsWay:
     lines: tuple[str, ...] = ()  # of a split: each card
 
 
-def ways(plan: Plan) -> list[CardsWay]:
-    """Estimates of all ways that the model supports."""
+def strategies(plan: Plan) -> list[StrategyEstimate]:
+    """Estimates of all parallel strategies that the model supports."""
     cards = plan.request.cards
     processes = ""
     if cards != 2:  # the configurations are for two
         processes = f" --num_processes {cards}"
     launched = f"--accelerate_config dual_rx7900xt{processes}"
     # in a ring each card sends the shares of the others, twice; through the host it sends and receives all
-    ddp = _replicated(plan, "ddp", 2 * (cards - 1) / cards, LINK, launched)
-    through_host = _replicated(plan, "host", 2.0, THROUGH_HOST, f"{launched} --grad_sync host")
-    if plan.request.trainer != "sft":  # the other ways refuse these trainers
+    ddp = _data_parallel(plan, "ddp", 2 * (cards - 1) / cards, LINK, launched)
+    through_host = _data_parallel(plan, "host", 2.0, THROUGH_HOST, f"{launched} --grad_sync host")
+    if plan.request.trainer != "sft":  # the others refuse these trainers
         return [ddp, through_host]
-    fsdp2 = _sharded(plan, f"--accelerate_config dual_rx7900xt_fsdp2{processes}")
-    all_ways = [ddp, through_host, fsdp2]
+    fsdp2 = _fsdp2(plan, f"--accelerate_config dual_rx7900xt_fsdp2{processes}")
+    supported = [ddp, through_host, fsdp2]
     with suppress(UsageError):  # fewer layers than cards
-        all_ways += _layered(plan)
+        supported += _split_and_pipeline(plan)
     with suppress(UsageError):  # weights that cannot be sharded
-        all_ways += _together(plan)
-    return all_ways
+        supported += _tensor_parallel(plan)
+    return supported
 
 
-def best_of(all_ways: Iterable[CardsWay]) -> CardsWay | None:
+def best_of(compared: Iterable[StrategyEstimate]) -> StrategyEstimate | None:
     """The fastest that fits, with the card's room or margin if one does; of nearly equal ones the first, which sends
     least. None: none fits."""
-    fitting = [way for way in all_ways if way.option.fits]
-    offered = roomiest(fitting, lambda way: way.option)
-    fastest_rate = max((way.option.tokens_per_second for way in offered), default=0.0)
-    for way in offered:
-        if way.option.tokens_per_second >= fastest_rate * (1 - NEAR):
-            return way
+    fitting = [strategy for strategy in compared if strategy.option.fits]
+    offered = roomiest(fitting, lambda strategy: strategy.option)
+    fastest_rate = max((strategy.option.tokens_per_second for strategy in offered), default=0.0)
+    for strategy in offered:
+        if strategy.option.tokens_per_second >= fastest_rate * (1 - NEAR):
+            return strategy
     return None
 
 
-def sentence(plan: Plan, best: CardsWay) -> str:
+def explain(plan: Plan, best: StrategyEstimate) -> str:
+    """Why this strategy is the choice, and what crosses between the cards."""
     method = best.option.variant
     reason = "does not fit on one card"
     if best.name in ("ddp", "host"):
@@ -211,19 +214,21 @@ def sentence(plan: Plan, best: CardsWay) -> str:
     return f"{best.name}: {method} {reason}; {best.crossing / GIB:.2f} GiB cross in a step"
 
 
-def _way(
-    plan: Plan,
+def _best_case(
     name: str,
     flags: str,
     cases: Iterable[Estimate],
-    at: At,
+    estimate_of: EstimateOf,
     crossing: Callable[[Estimate], float],
     lines: Iterable[str] = (),
-) -> CardsWay:
-    """The best of these cases of one card."""
-    options = [at(option.variant, option.case) for option in cases]
+) -> StrategyEstimate:
+    """A strategy in the best of these cases, by what ``estimate_of`` says of each on all cards.
+
+    ``crossing``: bytes in a step of the case that is chosen; ``lines``: on each card, for the reader.
+    """
+    options = [estimate_of(option.variant, option.case) for option in cases]
     best = fastest(options) or min(options, key=lambda option: option.total)
-    return CardsWay(name=name, option=best, crossing=crossing(best), flags=flags, lines=tuple(lines))
+    return StrategyEstimate(name=name, option=best, crossing=crossing(best), flags=flags, lines=tuple(lines))
 
 
 def _timed(option: Estimate, plan: Plan, *, times: float = 1.0, plus: float = 0.0, least: float = 0.0) -> Estimate:
@@ -237,20 +242,23 @@ def _itemsize(plan: Plan, method: str) -> int:
     return 4 if plan.request.dtype_of(method) == "float32" else 2
 
 
-def _replicated(plan: Plan, name: str, times: float, rate: float, flags: str) -> CardsWay:
+def _data_parallel(plan: Plan, name: str, times: float, rate: float, flags: str) -> StrategyEstimate:
     """The whole model on each card; each sends its gradients so many times, at so many bytes a second."""
 
-    def sends(method: str) -> float:
+    def sends(method: str) -> float:  # bytes of each card in a step
         return times * plan.variants[method].weights.gradients
 
-    def at(method: str, case: Case) -> Estimate:
+    def estimate_of(method: str, case: Case) -> Estimate:
         option = estimate(plan.variants[method], case, plan.card)
         return _timed(option, plan, plus=sends(method) / rate)
 
-    return _way(plan, name, flags, plan.grid, at, lambda best: plan.request.cards * sends(best.variant))
+    def crossing(best: Estimate) -> float:
+        return plan.request.cards * sends(best.variant)
+
+    return _best_case(name, flags, plan.grid, estimate_of, crossing)
 
 
-def _sharded(plan: Plan, flags: str) -> CardsWay:
+def _fsdp2(plan: Plan, flags: str) -> StrategyEstimate:
     """FSDP2 gathers layers and embeddings twice per micro-batch, during computation, and the other weights once."""
     cards = plan.request.cards
     variants: dict[str, Variant] = {}
@@ -258,7 +266,7 @@ def _sharded(plan: Plan, flags: str) -> CardsWay:
     for method, recordings in plan.recordings.items():
         variants[method], gathered[method] = _shard_of(recordings, cards)
 
-    def at(method: str, case: Case) -> Estimate:
+    def estimate_of(method: str, case: Case) -> Estimate:
         option = replace(estimate(variants[method], replace(case, cards=1), plan.card), case=case)
         option = replace(option, tokens_per_second=cards * option.tokens_per_second)
         return _timed(option, plan, least=case.accumulation * gathered[method] / LINK)
@@ -268,7 +276,7 @@ def _sharded(plan: Plan, flags: str) -> CardsWay:
         return weights + (cards - 1) * plan.variants[best.variant].weights.gradients
 
     cases = [option for option in plan.grid if option.case.recompute is None]
-    return _way(plan, "fsdp2", flags, cases, at, crossing)
+    return _best_case("fsdp2", flags, cases, estimate_of, crossing)
 
 
 def _shard_of(recordings: Recordings, cards: int) -> tuple[Variant, float]:
@@ -295,7 +303,7 @@ def _shard_of(recordings: Recordings, cards: int) -> tuple[Variant, float]:
     return replace(whole, weights=weights), gathered * (cards - 1) / cards
 
 
-def _for_all(plan: Plan) -> Plan:
+def _as_one_card(plan: Plan) -> Plan:
     """The plan of cards that work on the same micro-batches, as one card would compute them."""
     request = replace(plan.request, cards=1, mixes=False)
     grid: list[Estimate] = []
@@ -304,7 +312,7 @@ def _for_all(plan: Plan) -> Plan:
     return replace(plan, request=request, grid=tuple(grid))
 
 
-def _layered(plan: Plan) -> list[CardsWay]:
+def _split_and_pipeline(plan: Plan) -> list[StrategyEstimate]:
     """A split whose cards compute one after the other, and a pipeline.
 
     The cards of a pipeline idle for (p - 1) / (m + p - 1) of a step. For each micro-batch that `cards.split` has
@@ -313,10 +321,10 @@ def _layered(plan: Plan) -> list[CardsWay]:
     from hf_rocm_tune.cards.split import IN_FLIGHT  # imports torch
 
     cards = plan.request.cards
-    plan = _for_all(plan)
+    plan = _as_one_card(plan)
     split = split_plan(plan, cards=[plan.card] * cards)
 
-    def at(in_flight: int, method: str, case: Case) -> Estimate:
+    def estimate_of(in_flight: int, method: str, case: Case) -> Estimate:
         """The fullest card; its speed is that of one card with all layers, or of all in a pipeline."""
         on_cards = parts(plan, method, case, split.counts, split.cards, in_flight)
         tokens = case.micro_batch * case.length
@@ -334,15 +342,17 @@ def _layered(plan: Plan) -> list[CardsWay]:
         return 2.0 * cards * option.case.accumulation * hidden * _itemsize(plan, option.variant)
 
     flags = f"--split_layers {','.join(map(str, split.counts))}"
-    layered = [_way(plan, "split", flags, [split.option], partial(at, 1), crossing, split.lines())]
+    one_after_the_other = partial(estimate_of, 1)
+    estimates = [_best_case("split", flags, [split.option], one_after_the_other, crossing, split.lines())]
     piped = [option for option in plan.grid if option.case.accumulation > 1]
     if piped:
         flags = "--split_layers auto --pipeline auto"
-        layered.append(_way(plan, "pipeline", flags, piped, partial(at, IN_FLIGHT * cards), crossing))
-    return layered
+        together = partial(estimate_of, IN_FLIGHT * cards)
+        estimates.append(_best_case("pipeline", flags, piped, together, crossing))
+    return estimates
 
 
-def _together(plan: Plan) -> list[CardsWay]:
+def _tensor_parallel(plan: Plan) -> list[StrategyEstimate]:
     """Tensor parallelism: activations are counted unsharded, an upper bound, and no overlap of sums is assumed.
 
     A card computes its share of the layers' products and all of the output head.
@@ -364,18 +374,22 @@ def _together(plan: Plan) -> list[CardsWay]:
         for module in layer.modules():
             times_of[id(module)] = sample.layer_of.count(number)
 
-    def crossing(option: Estimate) -> float:
+    def sends(option: Estimate) -> float:
         sums = summed(sample.model, cards, recomputed=option.case.checkpointing)
-        sent = sum(times_of[id(module)] * elements for module, elements in sums)
-        return float(plan.request.effective_batch * option.case.length * _itemsize(plan, "lora") * sent)
+        elements_a_token = sum(times_of[id(module)] * elements for module, elements in sums)
+        return float(plan.request.effective_batch * option.case.length * _itemsize(plan, "lora") * elements_a_token)
 
-    def at(_: str, case: Case) -> Estimate:
+    def estimate_of(_: str, case: Case) -> Estimate:
         option = estimate(sharded, replace(case, cards=1), plan.card)
-        return _timed(option, plan, times=(layers / cards + head) / (layers + head), plus=crossing(option) / LINK)
+        times = (layers / cards + head) / (layers + head)
+        return _timed(option, plan, times=times, plus=sends(option) / LINK)
 
-    cases = [option for option in _for_all(plan).grid if option.variant == "lora"]
+    def crossing(best: Estimate) -> float:
+        return cards * sends(best)
+
+    cases = [option for option in _as_one_card(plan).grid if option.variant == "lora"]
     flags = "--accelerate_config dual_rx7900xt --tensor_parallel true"
-    return [_way(plan, "tensor", flags, cases, at, lambda best: cards * crossing(best))]
+    return [_best_case("tensor", flags, cases, estimate_of, crossing)]
 
 
 # ---- advice -----------------------------------------------------------------------------------------------------
@@ -417,7 +431,7 @@ def _fits_with(plan: Plan, change: _Change, least: Mapping[str, Any], *, trainin
     other = plan_for(changed, card=plan.card, config=plan.config, known=known)
     if any(option.fits for option in other.grid):
         return True
-    return not training and changed.cards > 1 and best_of(ways(other)) is not None
+    return not training and changed.cards > 1 and best_of(strategies(other)) is not None
 
 
 def advice(plan: Plan, *, training: bool = False) -> str:
