@@ -510,8 +510,11 @@ class NotebookCallback(TerminalCallback):
         for cell in others:
             row += f"<{tag}{attributes}>{escape(cell)}</{tag}>"
         self._table.append(f"<tr>{row}</tr>")
-        self._drawn = self._drawn or display(HTML(""), display_id=True)
-        self._drawn.update(HTML(f"<table>{''.join(self._table)}</table>"))
+        table = HTML(f"<table>{''.join(self._table)}</table>")
+        if self._drawn is None:
+            self._drawn = display(table, display_id=True)  # None where no IPython shell runs
+        else:
+            self._drawn.update(table)
 
 
 def _screen() -> os.terminal_size:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -193,6 +194,7 @@ class VerifiedTransferMixin(_Base):
         self._tr_loss: Tensor
         self._interrupts = InterruptCallback(self.stop_requests)
         self._training_prefetch = Prefetch(self.mover, settings.prefetch_batches)
+        self._verified_loaders: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()  # by upstream's loader
         self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
         self._recovery = OutOfMemoryRecovery(self)
         own = own_arguments(args)
@@ -204,6 +206,7 @@ class VerifiedTransferMixin(_Base):
         before = self._digests_before(given, keywords.get("peft_config"))
         with self._loading(given):
             super().__init__(*arguments, **keywords)
+        self._given_scheduler = self.lr_scheduler  # None: upstream makes the one that the arguments name
         self.strategy.connect(self, one_by_one=step_faults is not None)
         self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
         self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
@@ -364,7 +367,8 @@ class VerifiedTransferMixin(_Base):
         self._replays.prepare()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         own = is_foreign(type(self)) or any(is_foreign(type(callback)) for callback in self.callback_handler.callbacks)
-        schedule = Schedule(self.lr_scheduler, self.optimizer, self.args, max_steps, excused=own)
+        of_args = self.lr_scheduler is not self._given_scheduler
+        schedule = Schedule(self.lr_scheduler, self.optimizer, self.args, max_steps, of_args=of_args, excused=own)
         self._updates.watch(self.optimizer, names, schedule)
         self._updates.watch_scaler(self.accelerator.scaler if self.accelerator.mixed_precision == "fp16" else None)
         self._adapter_settings = AdapterSettings(self.model)
@@ -392,7 +396,12 @@ class VerifiedTransferMixin(_Base):
         return self._verified(super().get_test_dataloader(*arguments, **keywords))
 
     def _verified(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        return verify_loader(loader, Prefetch(self.mover, self.settings.prefetch_batches))
+        verified = self._verified_loaders.get(loader)
+        if verified is None:
+            verified = verify_loader(loader, Prefetch(self.mover, self.settings.prefetch_batches))
+            if verified is not loader:
+                self._verified_loaders[loader] = verified
+        return verified
 
     @override
     def get_batch_samples(

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,6 +20,7 @@ from transformers import (
     DefaultFlowCallback,
     Trainer,
     TrainingArguments,
+    get_cosine_schedule_with_warmup,
 )
 from trl import SFTConfig, SFTTrainer
 
@@ -26,6 +28,7 @@ from hf_rocm_tune import was_verified
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError
 from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.trainer_parts import OwningTrainer
+from hf_rocm_tune.train.telemetry import NotebookCallback
 from hf_rocm_tune.transfer import FaultSpec, Mover, tree_tensors
 from tests.train.trainers import Make, VerifiedPlain, VerifiedSFT
 
@@ -108,13 +111,49 @@ def test_a_first_step_that_is_left_out_does_not_stop_the_gradient_scaler(make: M
 
 def test_persistent_evaluation_loaders_stay_verified(make: Make) -> None:
     trainer = make(dataloader_num_workers=1, dataloader_persistent_workers=True)
+    first = trainer.get_eval_dataloader()
     results = []
     with judged(trainer) as verdicts:
         for _ in range(2):
             results.append(trainer.evaluate()["eval_loss"])
     assert all(verdicts) and results[0] == results[1]
+    assert trainer.get_eval_dataloader() is first, "its workers go on, and its batches cross ahead of their use"
     (loader,) = trainer._eval_dataloaders.values()
     loader.base_dataloader._iterator._shutdown_workers()  # a collected iterator waits 5 s for it
+
+
+@pytest.mark.parametrize("schedule", ["own function", "transformers' other schedule"])
+def test_a_schedule_that_is_handed_over_is_right_by_its_own_definition(make: Make, schedule: str) -> None:
+    """Whatever the arguments say: they name the schedule that upstream would make."""
+    trainer = make(learning_rate=1e-3, logging_steps=1)
+    optimizer = torch.optim.AdamW([each for each in trainer.model.parameters() if each.requires_grad], lr=0.01)
+    if schedule == "own function":
+        scheduler = LambdaLR(optimizer, lambda step: 1.0 + step)
+        rates = [0.01, 0.02, 0.03]
+    else:
+        scheduler = get_cosine_schedule_with_warmup(optimizer, 2, 10)
+        rates = [0.0, 0.005, 0.01]
+    handed = VerifiedPlain(
+        trainer.model, trainer.args, train_dataset=trainer.train_dataset, optimizers=(optimizer, scheduler)
+    )
+    handed.train()
+    assert [row["learning_rate"] for row in handed.state.log_history if "loss" in row] == pytest.approx(rates)
+
+    def harm(*_: Any, **__: Any) -> None:
+        if handed.state.global_step == 1:
+            optimizer.param_groups[0]["lr"] *= 1.5
+
+    optimizer.param_groups[0]["lr"] = rates[0]
+    handed.model.register_forward_pre_hook(harm)
+    with pytest.raises((CorruptionError, MemoryFaultError)):
+        handed.train()
+
+
+def test_the_table_of_a_notebook_needs_no_shell(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make(logging_steps=1)
+    trainer.add_callback(NotebookCallback(live=False, memory_gib=None))
+    trainer.train()
+    assert trainer.state.global_step == STEPS and "HTML object" in capsys.readouterr().out
 
 
 def test_label_tokens_are_counted_as_upstream_counts_them_before_any_verdict(make: Make) -> None:

@@ -481,7 +481,7 @@ def scheduled(kind: str, options: dict[str, Any], tmp: str) -> tuple[Any, Any, U
     scheduler: Any = get_scheduler(
         kind, optimizer, num_warmup_steps=3, num_training_steps=12, scheduler_specific_kwargs=options or None
     )
-    schedule = Schedule(scheduler, optimizer, args, 12, excused=False)
+    schedule = Schedule(scheduler, optimizer, args, 12, of_args=True, excused=False)
     return optimizer, scheduler, watched(optimizer, schedule)
 
 
@@ -516,11 +516,11 @@ def test_a_rate_that_is_not_the_schedules_is_found_before_it_is_used(
 def test_another_schedule_is_named_as_unchecked(scheduler: Any, tmp_path: Any) -> None:
     optimizer = torch.optim.AdamW(parameters(torch.float32))
     made = scheduler(optimizer) if isinstance(scheduler, type) else scheduler
-    schedule = Schedule(made, optimizer, TrainingArguments(output_dir=str(tmp_path), report_to=[]), 9, excused=False)
+    args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    schedule = Schedule(made, optimizer, args, 9, of_args=True, excused=False)
     assert schedule.refusal is not None and "the schedule is" in schedule.refusal and schedule.wrong() is None
     own = LambdaLR(optimizer, lambda _: 1.0)
-    args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
-    assert "code of its own" in str(Schedule(own, optimizer, args, 9, excused=True).refusal)
+    assert "code of its own" in str(Schedule(own, optimizer, args, 9, of_args=True, excused=True).refusal)
 
 
 NORM_ON_CARD = """

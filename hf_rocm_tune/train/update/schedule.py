@@ -12,18 +12,23 @@ from torch.optim.lr_scheduler import LambdaLR
 class Schedule:
     """Learning rates by the definition of a schedule; the trainer's own code and a user's callback may set others.
 
+    Args:
+        of_args: the schedule is the one that ``args`` names; False: the caller's own, whose functions define it.
+
     Attributes:
         refusal: why rates are not computed; None if they are.
     """
 
-    def __init__(self, scheduler: Any, optimizer: Any, args: Any, max_steps: int, *, excused: bool) -> None:
+    def __init__(
+        self, scheduler: Any, optimizer: Any, args: Any, max_steps: int, *, of_args: bool, excused: bool
+    ) -> None:
         self._scheduler, self._groups = scheduler, optimizer.param_groups
         self._base = [group.get("initial_lr") for group in self._groups]
         kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         self._warmup, self._steps = args.get_warmup_steps(max_steps), max_steps
         own = {"linear": self._linear, "cosine": self._cosine, "constant": lambda _: 1.0}
         own["constant_with_warmup"] = self._warming_up
-        self._factor = None if args.lr_scheduler_kwargs else own.get(kind)
+        self._factor = own.get(kind) if of_args and not args.lr_scheduler_kwargs else None
         self._first = getattr(scheduler, "last_epoch", 0)  # a resumed run's first rates may be of an earlier schedule
         self.refusal: str | None = None
         if type(scheduler) is not LambdaLR:
