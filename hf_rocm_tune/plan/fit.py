@@ -6,7 +6,7 @@ plan = plan_for(PlanRequest(model="Qwen/Qwen3-8B"), card=card_memory(name="rx790
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -283,13 +283,13 @@ def plan_for(
         try:
             of_method = (known or {}).get(method) or Recordings(config, request, method)
             try:
-                grid += grid_of(of_method, card, request, hopeless=request.cards > 1)
+                grid += grid_of(of_method, card, request, all_sizes=request.cards > 1)
             except UsageError as error:
                 if not request.pictures:
                     raise
                 request = replace(request, pictures=())
                 of_method = Recordings(config, request, method)
-                grid += grid_of(of_method, card, request, hopeless=request.cards > 1)
+                grid += grid_of(of_method, card, request, all_sizes=request.cards > 1)
                 notes.append(f"pictures cannot be counted for this architecture ({error}): only their tokens are")
             recordings[method] = of_method
         except UsageError as error:
@@ -348,44 +348,72 @@ def _case(request: PlanRequest, size: int, length: int) -> Case:
     )
 
 
-def grid_of(recordings: Recordings, card: CardMemory, request: PlanRequest, *, hopeless: bool = True) -> list[Estimate]:
-    """Every micro-batch with and without checkpointing; if only checkpointing fits, the best mix, too.
+def grid_of(
+    recordings: Recordings, card: CardMemory, request: PlanRequest, *, all_sizes: bool = True
+) -> list[Estimate]:
+    """The estimates of every case that the request leaves open: micro-batch, checkpointing, streamed layers.
 
-    ``hopeless``: those too of which a smaller micro-batch is certain not to fit; recording them takes time.
+    ``all_sizes``: also micro-batches of which a smaller one is certain not to fit; recording them takes time.
     """
-    variant = recordings.variant
-    layers = len(recordings.sample.layer_of)
     cases = [_case(request, size, request.length) for size in _micro_batches(request)]
     settings = _checkpointing_settings(recordings, request)
     if request.recompute is not None:
-        from hf_rocm_tune.models.recompute import check
+        return _grid_of_mix(recordings, card, cases, request.recompute)
+    grid = _grid_on_card(recordings, card, request, cases, settings, all_sizes=all_sizes)
+    if not request.stream:
+        return grid
+    if request.stream == AUTO and any(option.fits for option in grid):
+        return grid
+    checkpointed = [option.case for option in grid if option.case.checkpointing and option.case.recompute is None]
+    return [_streamed(recordings.variant, case, card, request.stream) for case in checkpointed]
 
-        check(request.recompute, layers if recordings.mixes else 0)
-        return [estimate(variant, replace(case, recompute=request.recompute), card) for case in cases]
+
+def _grid_of_mix(
+    recordings: Recordings, card: CardMemory, cases: Sequence[Case], mix: tuple[int, int]
+) -> list[Estimate]:
+    from hf_rocm_tune.models.recompute import check
+
+    layers = len(recordings.sample.layer_of)
+    check(mix, layers if recordings.mixes else 0)
+    return [estimate(recordings.variant, replace(case, recompute=mix), card) for case in cases]
+
+
+def _grid_on_card(
+    recordings: Recordings,
+    card: CardMemory,
+    request: PlanRequest,
+    cases: Sequence[Case],
+    settings: Sequence[bool],
+    *,
+    all_sizes: bool,
+) -> list[Estimate]:
+    """Each case with these settings of checkpointing, nothing streamed; where only checkpointing leaves enough, also
+    the best mix of layers that recompute and layers that do not."""
+    variant = recordings.variant
+    layers = len(recordings.sample.layer_of)
     grid: list[Estimate] = []
-    left = settings  # those with which a larger micro-batch may fit
     for case in cases:
+        options: dict[bool, Estimate] = {}  # by checkpointing
         try:
-            options = {how: estimate(variant, replace(case, checkpointing=how), card) for how in left}
+            for checkpointing in settings:
+                options[checkpointing] = estimate(variant, replace(case, checkpointing=checkpointing), card)
         except UsageError:
             if grid and request.pictures:  # the windows of so many pictures take too many operations to be recorded
                 break
             raise
         grid += options.values()
-        if request.mixes and settings == [False, True]:
-            room = _room_of_a_mix(options.get(False), options.get(True), card)
+        if request.mixes and request.checkpointing is None and True in options:
+            room = _room_of_a_mix(options.get(False), options[True], card)
             if room is not None and recordings.mixes:
                 grid += _best_mix(variant, case, card, layers, room)
-        if not hopeless:
-            left = [how for how in left if not _is_far(options[how], variant) or (how and request.stream)]
-    something_fits = any(option.fits for option in grid)
-    if not request.stream or (request.stream == AUTO and something_fits):
-        return grid
-    streamed = []
-    for option in grid:
-        if option.case.checkpointing and option.case.recompute is None:
-            streamed.append(_streamed(variant, option.case, card, request.stream))
-    return streamed
+        if not all_sizes:
+            # streaming starts from the cases with checkpointing, however far they are from fitting
+            settings = [
+                checkpointing
+                for checkpointing in settings
+                if not _is_hopeless(options[checkpointing], variant) or (checkpointing and request.stream)
+            ]
+    return grid
 
 
 def _micro_batches(request: PlanRequest) -> list[int]:
@@ -405,26 +433,24 @@ def _checkpointing_settings(recordings: Recordings, request: PlanRequest) -> lis
     if request.checkpointing is not None:
         settings = [request.checkpointing]
     if not recordings.can_checkpoint:
-        settings = [how for how in settings if not how]
+        settings = [checkpointing for checkpointing in settings if not checkpointing]
     if not settings:
         raise UsageError("this architecture does not support checkpointing: leave it off")
     return settings
 
 
-def _room_of_a_mix(without: Estimate | None, with_it: Estimate | None, card: CardMemory) -> float | None:
-    """The most bytes of the card's rooms that checkpointing leaves and its absence does not; None: there is no such.
+def _room_of_a_mix(kept: Estimate | None, recomputed: Estimate, card: CardMemory) -> float | None:
+    """Of the bytes that a choice should leave, the most that recomputing all layers leaves and recomputing none doesn't.
 
-    ``without``: a case without checkpointing; None: it is certain not to fit.
+    None: there is no such number, and a mix is of no use. ``kept``: without checkpointing; None: certain not to fit.
     """
-    if with_it is None:
-        return None
     for room in card.rooms:
-        if with_it.spare >= room and (without is None or without.spare < room):
+        if recomputed.spare >= room and (kept is None or kept.spare < room):
             return room
     return None
 
 
-def _is_far(option: Estimate, variant: Variant) -> bool:
+def _is_hopeless(option: Estimate, variant: Variant) -> bool:
     """Whether no larger micro-batch can fit: it may need no gradients beside those of earlier ones, but all else."""
     return -option.spare > variant.weights.gradients
 
@@ -451,19 +477,19 @@ def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Est
 
 def _best_mix(variant: Variant, case: Case, card: CardMemory, layers: int, least: float) -> list[Estimate]:
     """The fastest mix that leaves ``least`` bytes, if any; the more layers whole, the fewer need to be selective."""
-    mixes: list[Estimate] = []
-    fewest = layers
+    fastest_of: list[Estimate] = []  # for each number of layers that recompute everything
+    most_selective = layers
     for whole in range(layers):
-        fewest = min(fewest, layers - whole)
+        most_selective = min(most_selective, layers - whole)
         best: Estimate | None = None
-        for selective in range(fewest, -1, -1):
-            if whole + selective == 0:
+        for selective in range(most_selective, -1, -1):
+            if whole + selective == 0:  # no layer recomputes
                 break
             mix = estimate(variant, replace(case, recompute=(whole, selective)), card)
             if mix.spare < least:
                 break
-            fewest = selective
+            most_selective = selective
             best = mix
         if best is not None:
-            mixes.append(best)
-    return sorted(mixes, key=lambda mix: mix.tokens_per_second)[-1:]
+            fastest_of.append(best)
+    return sorted(fastest_of, key=lambda mix: mix.tokens_per_second)[-1:]
