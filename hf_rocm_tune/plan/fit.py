@@ -440,7 +440,7 @@ def _checkpointing_settings(recordings: Recordings, request: PlanRequest) -> lis
 
 
 def _room_of_a_mix(kept: Estimate | None, recomputed: Estimate, card: CardMemory) -> float | None:
-    """Of the bytes that a choice should leave, the most that recomputing all layers leaves and recomputing none doesn't.
+    """Of the bytes that a choice should leave, the most that recomputing all layers leaves and recomputing none not.
 
     None: there is no such number, and a mix is of no use. ``kept``: without checkpointing; None: certain not to fit.
     """
