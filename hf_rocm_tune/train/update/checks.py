@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,7 +67,9 @@ class UpdateChecks:
 
     def __init__(self, report: TransferReport, *, on: bool, elements: int = ELEMENTS) -> None:
         """``elements``: of a sample."""
-        self._report, self._on, self._elements = report, on, elements
+        self._report = report
+        self._on = on
+        self._elements = elements
         self._drawn = random.Random(0)  # not torch's or Python's own, which training uses
         self._handles: list[Any] = []
         self._rows: list[tuple[dict[str, Any], Tensor]] = []
@@ -88,11 +91,17 @@ class UpdateChecks:
         """Watch the optimizer of a training; ``names``: of parameters by id."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._updated, self._clipped, self._names = [], [], [], names
-        self._repeated, self.schedule = False, schedule
+        self._handles = []
+        self._updated = []
+        self._clipped = []
+        self._names = names
+        self._repeated = False
+        self.schedule = schedule
         while hasattr(optimizer, "optimizer"):  # Accelerate's, around torch's
             optimizer = optimizer.optimizer
-        self._rows = [(group, each) for group in optimizer.param_groups for each in group["params"]]
+        self._rows = []
+        for group in optimizer.param_groups:
+            self._rows += [(group, parameter) for parameter in group["params"]]
         self._definition = definition_of(optimizer)
         self.refusal = self.clip_refusal = None
         if not self._on:
@@ -100,7 +109,7 @@ class UpdateChecks:
             return
         if self._definition is None:
             self.refusal = f"the optimizer is {type(optimizer).__name__}"
-        if any(isinstance(each, DTensor) for _, each in self._rows):
+        if any(isinstance(parameter, DTensor) for _, parameter in self._rows):
             self.clip_refusal = "the norm of sharded gradients is summed over ranks"
         self._clipping = ClippingCheck(
             self._report, names, self._drawn, self._elements, checks_norm=self.clip_refusal is None
@@ -114,7 +123,8 @@ class UpdateChecks:
         """Have each loss that fp16's scaler multiplies compared at the next clipping; None: there is no scaler."""
         if scaler is None or scaler is self._scaler or not self._on:
             return
-        self._scaler, stock = scaler, scaler.scale
+        self._scaler = scaler
+        stock = scaler.scale
 
         def scale(outputs: Any) -> Any:
             made = stock(outputs)
@@ -135,8 +145,9 @@ class UpdateChecks:
             with torch.no_grad():
                 factor = scale()
                 norm, self._clipped = self._clipping.clip(stock, parameters, max_norm, factor)
-                scaled, self._scaled = self._scaled, []
-                if factor is not None and scaled and {each.device for each in scaled} == {factor.device}:
+                scaled = self._scaled
+                self._scaled = []
+                if factor is not None and scaled and {pair.device for pair in scaled} == {factor.device}:
                     self._clipped.append(Awaited(torch.cat([*scaled, factor.double().reshape(1)]), _wrong_scale))
             return norm
 
@@ -145,10 +156,13 @@ class UpdateChecks:
     # ---- the update, on the device ------------------------------------------------------------------------------
 
     def _before_update(self, optimizer: Any) -> None:
-        if self.schedule is not None and (wrong := self.schedule.wrong()) is not None:
-            self._record("learning rates", wrong, "stopped")
-            raise CorruptionError(self.failure)
-        self._samples, self._scaled = [], []
+        if self.schedule is not None:
+            wrong = self.schedule.wrong()
+            if wrong is not None:
+                self._record("learning rates", wrong, "stopped")
+                raise CorruptionError(self.failure)
+        self._samples = []
+        self._scaled = []
         if self.refusal is not None:
             return
         for group, whole in self._drawn.sample(self._rows, min(TENSORS, len(self._rows))):
@@ -161,15 +175,18 @@ class UpdateChecks:
         if whole.grad is None or whole.grad.is_sparse or group.get("amsgrad") or isinstance(group["lr"], Tensor):
             return None
         state = optimizer.state.get(whole, {})
-        parameter, grad = local(whole.detach()), local(whole.grad)
+        parameter = local(whole.detach())
+        grad = local(whole.grad)
         definition = self._definition_for(parameter, state)
         states = tuple(name for name in definition.states if state.get(name) is not None)
         read = [parameter, grad, *(local(state[name]) for name in states)]
-        if not parameter.numel() or not all(each.is_contiguous() for each in read):
+        if not parameter.numel() or not all(tensor.is_contiguous() for tensor in read):
             return None
-        infinite, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
-        if any(each is not None and each.device != parameter.device for each in (infinite, scale)):
-            return None
+        infinite = getattr(optimizer, "found_inf", None)
+        scale = getattr(optimizer, "grad_scale", None)
+        for given in (infinite, scale):
+            if given is not None and given.device != parameter.device:
+                return None
         done = state.get("step", 0)
         is_on_device = isinstance(done, Tensor) and done.device.type != "cpu"
         begin, length = self._place_in(parameter, definition)
@@ -186,9 +203,12 @@ class UpdateChecks:
             skips_infinite=infinite is not None,
             divides=scale is not None,
         )
-        sample.before.extend(sample.part_of(each) for each in read)
-        beside = (done if is_on_device else None, infinite, scale)
-        sample.before.extend(copied(each.reshape(1)) for each in beside if each is not None)
+        sample.before.extend(sample.part_of(tensor) for tensor in read)
+        if is_on_device:
+            sample.before.append(copied(done.reshape(1)))
+        for given in (infinite, scale):
+            if given is not None:
+                sample.before.append(copied(given.reshape(1)))
         return sample
 
     def _definition_for(self, parameter: Tensor, state: Mapping[str, Any]) -> SGD:
@@ -197,7 +217,8 @@ class UpdateChecks:
 
     def _place_in(self, parameter: Tensor, definition: SGD) -> tuple[int, int]:
         """Where a sample begins, and its length."""
-        length = min(BLOCK if definition.in_blocks else self._elements, parameter.numel())
+        most = BLOCK if definition.in_blocks else self._elements
+        length = min(most, parameter.numel())
         begin = self._drawn.randrange(parameter.numel() - length + 1)
         if definition.in_blocks:
             begin -= begin % BLOCK
@@ -205,30 +226,38 @@ class UpdateChecks:
         return begin, length
 
     def _after_update(self, optimizer: Any) -> None:
-        samples, self._samples = self._samples, []
         self._updated = []
-        for sample in samples:
-            state, definition = optimizer.state[sample.whole], sample.definition
+        for sample in self._samples:
+            state = optimizer.state[sample.whole]
+            definition = sample.definition
             if definition != self._definition_for(sample.parameter, state):
                 continue  # its state is of another kind than was expected
             made = [local(state[name]) for name in definition.states if state.get(name) is not None]
-            after = [sample.part_of(each) for each in (sample.parameter, *made)]
+            after = [sample.part_of(tensor) for tensor in (sample.parameter, *made)]
             self._updated.append(Awaited(torch.cat([*sample.before, *after]), partial(self._wrong_update, sample)))
+        self._samples = []
 
     def _wrong_update(self, sample: _UpdateSample, numbers: Any) -> str | None:
         """``numbers``: what `_sample_of` and then `_after_update` have copied, in their order."""
-        row, definition, length = Elements(numbers), sample.definition, sample.length
+        row = Elements(numbers)
+        definition, length = sample.definition, sample.length
         sizes = definition.sizes(length)
-        weight, gradient = row.take(length), row.take(length)
+        weight = row.take(length)
+        gradient = row.take(length)
         state: dict[str, Any] = dict.fromkeys(definition.states)
         for name, size in zip(definition.states, sizes, strict=True):
             if name in sample.states:
                 state[name] = row.take(size)
         step = sample.step or int(row.take(1)[0]) + 1
         is_skipped = sample.skips_infinite and bool(row.take(1)[0])
-        scale = float(row.take(1)[0]) if sample.divides else 1.0
+        scale = 1.0
+        if sample.divides:
+            scale = float(row.take(1)[0])
         made_weight = row.take(length)
-        made_state = {name: row.take(size) for name, size in zip(definition.states, sizes, strict=True) if row.left}
+        made_state = {}
+        for name, size in zip(definition.states, sizes, strict=True):
+            if row.left:
+                made_state[name] = row.take(size)
         self._report.count("arithmetic", updates=1)
         if is_skipped:
             return Recomputed("the weight", made_weight, weight, np.zeros(len(weight))).wrong()
@@ -242,8 +271,9 @@ class UpdateChecks:
             made_weight=made_weight,
             made_state=made_state,
         )
-        for each in definition.compared(update):
-            if (wrong := each.wrong()) is not None:
+        for recomputed in definition.compared(update):
+            wrong = recomputed.wrong()
+            if wrong is not None:
                 return f"the optimizer's update of {sample.name} is wrong: {wrong}"
         return None
 
@@ -251,7 +281,8 @@ class UpdateChecks:
 
     def pending(self) -> list[Tensor]:
         """What `judge` waits for, float64 of shape [n], one of each device."""
-        return [torch.cat([each.numbers for each in parts]) for parts in _by_device([*self._clipped, *self._updated])]
+        on_devices = _by_device([*self._clipped, *self._updated])
+        return [torch.cat([awaited.numbers for awaited in on_device]) for on_device in on_devices]
 
     def judge(self, rows: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
         """Judge the last update and this step's clipping, by what was read of `pending`; `failure` says what is wrong.
@@ -259,18 +290,20 @@ class UpdateChecks:
         A wrong update has been used: the run ends. Wrong clipping has not: the step is computed again, once.
         """
         clipped, updated = self._clipped, self._updated
-        self._clipped, self._updated = [], []
+        self._clipped = []
+        self._updated = []
         read: dict[int, Any] = {}
-        for parts, row in zip(_by_device([*clipped, *updated]), rows, strict=True):
+        for on_device, row in zip(_by_device([*clipped, *updated]), rows, strict=True):
             numbers = Elements(row)
-            for each in parts:
-                read[id(each)] = numbers.take(each.numbers.numel())
+            for awaited in on_device:
+                read[id(awaited)] = numbers.take(awaited.numbers.numel())
         wrong = _first_wrong(updated, read)
         if wrong is not None:
             self._record("update", wrong, "stopped")
             return StepVerdict.END
         wrong = _first_wrong(clipped, read)
-        was_repeated, self._repeated = self._repeated, wrong is not None
+        was_repeated = self._repeated
+        self._repeated = wrong is not None
         if wrong is None:
             if was_repeated:
                 self._record("clipping", "it is right now that the step was computed again", "recovered")
@@ -283,15 +316,16 @@ class UpdateChecks:
     def check_now(self) -> None:
         """Judge the last update now: before its weights are saved, and at the end."""
         self._clipped = []
-        if self.judge([each.tolist() for each in self.pending()], can_repeat=False) == StepVerdict.END:
+        rows = [numbers.tolist() for numbers in self.pending()]
+        if self.judge(rows, can_repeat=False) == StepVerdict.END:
             raise CorruptionError(self.failure)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "update_refusal": self.refusal,
-            "clip_refusal": self.clip_refusal,
-            "rate_refusal": "training has not begun" if self.schedule is None else self.schedule.refusal,
-        }
+        """For the report."""
+        rate_refusal: str | None = "training has not begun"
+        if self.schedule is not None:
+            rate_refusal = self.schedule.refusal
+        return {"update_refusal": self.refusal, "clip_refusal": self.clip_refusal, "rate_refusal": rate_refusal}
 
     def _record(self, tensor: str, text: str, outcome: str) -> None:
         row = {"stage": "arithmetic", "tensor": tensor, "kind": "update", "text": text, "outcome": outcome}
@@ -307,20 +341,23 @@ def _wrong_scale(numbers: Any) -> str | None:
     """``numbers``: pairs of a loss and what the scaler has made of it, and the scale at the end."""
     scale = float(numbers[-1])
     for loss, made in numbers[:-1].reshape(-1, 2).tolist():
-        wanted = loss * scale
-        if abs(wanted) < _LARGEST and not abs(made - wanted) <= _SCALED * abs(wanted) + TINY:
-            return f"fp16's scaler has multiplied a loss of {loss:.6g} to {made:.6g} instead of {wanted:.6g}"
+        expected = loss * scale
+        if abs(expected) < _LARGEST and not abs(made - expected) <= _SCALED * abs(expected) + TINY:
+            return f"fp16's scaler has multiplied a loss of {loss:.6g} to {made:.6g} instead of {expected:.6g}"
     return None
 
 
 def _by_device(parts: list[Awaited]) -> list[list[Awaited]]:
-    devices = dict.fromkeys(each.numbers.device for each in parts)
-    return [[each for each in parts if each.numbers.device == device] for device in devices]
+    by_device: dict[torch.device, list[Awaited]] = defaultdict(list)
+    for awaited in parts:
+        by_device[awaited.numbers.device].append(awaited)
+    return list(by_device.values())
 
 
 def _first_wrong(parts: list[Awaited], read: Mapping[int, Any]) -> str | None:
     """What is wrong with the first of them that is; ``read``: their numbers by the ids of the parts."""
-    for each in parts:
-        if (wrong := each.wrong(read[id(each)])) is not None:
+    for awaited in parts:
+        wrong = awaited.wrong(read[id(awaited)])
+        if wrong is not None:
             return wrong
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -82,7 +83,10 @@ class ClippingCheck:
             drawn: draws the samples, of ``elements`` each.
             checks_norm: this rank has all gradients.
         """
-        self._report, self._names, self._drawn, self._elements = report, names, drawn, elements
+        self._report = report
+        self._names = names
+        self._drawn = drawn
+        self._elements = elements
         self._checks_norm = checks_norm
         self._clippings = 0
 
@@ -90,7 +94,10 @@ class ClippingCheck:
         self, stock: Callable[..., Any], parameters: list[Tensor], max_norm: float, scale: Tensor | None
     ) -> tuple[Any, list[Awaited]]:
         """Clip as ``stock`` does. Returns the norm, and what is compared later; ``scale``: see `_Clipping`."""
-        gradients = [(each, local(each.grad)) for each in parameters if each.grad is not None]
+        gradients: Gradients = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients.append((parameter, local(parameter.grad)))
         samples = list(self._samples(gradients))
         squares = self._squares([grad for _, grad in gradients])
         norm = stock(parameters, max_norm)
@@ -111,6 +118,7 @@ class ClippingCheck:
     # ---- sampled gradients ----------------------------------------------------------------------------------
 
     def _samples(self, gradients: Gradients) -> Iterator[_GradientSample]:
+        """Copies of neighbouring elements of a few gradients."""
         usable = [
             (parameter, grad)
             for parameter, grad in gradients
@@ -127,17 +135,21 @@ class ClippingCheck:
     ) -> str | None:
         """``numbers``: the elements before clipping, then after it."""
         length = len(sample.before)
-        before, after = numbers[:length] / clipping.scale, numbers[length:]
+        before = numbers[:length] / clipping.scale
+        after = numbers[length:]
         if not math.isfinite(clipping.norm):
             return None  # the step is not used
-        wanted = before * min(1.0, clipping.max_norm / (clipping.norm + 1e-6))
-        stored, norm = torch.finfo(dtype), torch.finfo(clipping.dtype)
-        relative = 6 * stored.eps + 6 * norm.eps
-        bound = relative * np.abs(wanted) + max(2 * stored.tiny * stored.eps, TINY)
+        expected = before * min(1.0, clipping.max_norm / (clipping.norm + 1e-6))
+        of_gradient = torch.finfo(dtype)
+        of_norm = torch.finfo(clipping.dtype)
+        relative = 6 * of_gradient.eps + 6 * of_norm.eps
+        bound = relative * np.abs(expected) + max(2 * of_gradient.tiny * of_gradient.eps, TINY)
         self._report.count("arithmetic", clipped=1)
         name = self._names.get(id(sample.parameter), "a parameter")
-        wrong = Recomputed(f"the clipped gradient of {name}", after, wanted, bound).wrong()
-        return None if wrong is None else f"{wrong}, for a norm of {clipping.norm:.6g}"
+        wrong = Recomputed(f"the clipped gradient of {name}", after, expected, bound).wrong()
+        if wrong is None:
+            return None
+        return f"{wrong}, for a norm of {clipping.norm:.6g}"
 
     # ---- the norm -------------------------------------------------------------------------------------------
 
@@ -148,13 +160,16 @@ class ClippingCheck:
         steps = max(1, math.ceil(_bytes(gradients) / NORM_BYTES))
         if self._clippings % steps:
             return []
-        longest = max((each.numel() for each in gradients), default=0)
-        found = []
-        for device in dict.fromkeys(each.device for each in gradients):
-            buckets = _buckets([each for each in gradients if each.device == device])
+        longest = max((gradient.numel() for gradient in gradients), default=0)
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            by_device[gradient.device].append(gradient)
+        squares = []
+        for on_device in by_device.values():
+            buckets = _buckets(on_device)
             sums = torch.cat([_square(bucket) for bucket in buckets])
-            found.append(_Squares(sums, [_rounding_of_a_norm(bucket[0], longest) for bucket in buckets]))
-        return found
+            squares.append(_Squares(sums, [_rounding_of_a_norm(bucket[0], longest) for bucket in buckets]))
+        return squares
 
     def _norm_comparisons(self, squares: list[_Squares], clipping: _Clipping) -> list[Awaited]:
         norm = _Norm(clipping, devices=len(squares))
@@ -165,7 +180,7 @@ class ClippingCheck:
             self._report.count("arithmetic", norms=1)
             return norm.wrong()
 
-        return [Awaited(each.sums, partial(wrong, np.array(each.roundings))) for each in squares]
+        return [Awaited(of_device.sums, partial(wrong, np.array(of_device.roundings))) for of_device in squares]
 
 
 @dataclass
@@ -185,37 +200,45 @@ class _Norm:
         return self.devices == 0
 
     def wrong(self) -> str | None:
-        info, found = torch.finfo(self.clipping.dtype), self.clipping.norm
-        wanted = math.sqrt(self.squares) / self.clipping.scale
+        """What is wrong with torch's norm; None if nothing is."""
+        info = torch.finfo(self.clipping.dtype)
+        norm = self.clipping.norm
+        expected = math.sqrt(self.squares) / self.clipping.scale
         # torch rounds each tensor's norm to its own dtype, then takes the norm of these: it moves at most by the norm
         # of their errors
-        bound = (_NORM_ERROR + 8 * float(info.eps)) * wanted + math.sqrt(self.rounded) / self.clipping.scale + 1e-18
-        if not math.isfinite(wanted):
+        of_tensors = math.sqrt(self.rounded) / self.clipping.scale
+        bound = (_NORM_ERROR + 8 * float(info.eps)) * expected + of_tensors + 1e-18
+        if not math.isfinite(expected):
             return None  # what overflows in float32 is infinite in both, or its square is
-        if math.isinf(found) and wanted + bound >= info.max:
+        if math.isinf(norm) and expected + bound >= info.max:
             return None  # a float16 norm is infinite from 65,520 on
-        if abs(found - wanted) <= bound:
+        if abs(norm - expected) <= bound:
             return None
-        return f"the norm of the gradients is {found:.6g} instead of {wanted:.6g}"
+        return f"the norm of the gradients is {norm:.6g} instead of {expected:.6g}"
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
     """Flat parts of gradients of one device, in lists of one dtype and at most `_BUCKET_BYTES` each."""
     buckets: list[list[Tensor]] = []
-    for each in gradients:
-        for part in each.reshape(-1).split(_BUCKET_BYTES // each.element_size()):
-            last = buckets[-1] if buckets else None
-            if last is None or last[0].dtype != part.dtype or _bytes([*last, part]) > _BUCKET_BYTES:
+    for gradient in gradients:
+        for part in gradient.reshape(-1).split(_BUCKET_BYTES // gradient.element_size()):
+            if not buckets or not _has_room(buckets[-1], part):
                 buckets.append([])
             buckets[-1].append(part)
     return buckets
 
 
+def _has_room(bucket: list[Tensor], part: Tensor) -> bool:
+    return bucket[0].dtype == part.dtype and _bytes([*bucket, part]) <= _BUCKET_BYTES
+
+
 def _square(parts: Sequence[Tensor]) -> Tensor:
     """The sum of squares of flat tensors, float64 of shape [1]."""
     flat = torch.cat([*parts])
-    # Where products are added one after another, 8 million equal ones are 0.4 % off in float32.
-    flat = flat.double() if _adds_in_sequence(flat.device) else flat.float()
+    if _adds_in_sequence(flat.device):
+        flat = flat.double()  # added one after another, 8 million equal products are 0.4 % off in float32
+    else:
+        flat = flat.float()
     return torch.dot(flat, flat).double().reshape(1)
 
 
@@ -242,4 +265,4 @@ def _adds_in_sequence(device: torch.device) -> bool:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -28,35 +28,39 @@ class Recomputed(NamedTuple):
     """What an operation has made of values, what it should have made, and how far both may lie apart; float64."""
 
     what: str
-    found: Any
-    wanted: Any
+    made: Any
+    expected: Any
     bound: Any
 
     def wrong(self) -> str | None:
         """The first element that is out of its bound, in words; what is no number is."""
         with np.errstate(invalid="ignore"):
-            bad = ~(np.abs(self.found - self.wanted) <= self.bound)
-        if not bad.any():
+            is_wrong = ~(np.abs(self.made - self.expected) <= self.bound)
+        if not is_wrong.any():
             return None
-        at = int(np.argmax(bad))
-        return f"{self.what} is {self.found[at]:.6g} instead of {self.wanted[at]:.6g}"
+        first = int(np.argmax(is_wrong))
+        return f"{self.what} is {self.made[first]:.6g} instead of {self.expected[first]:.6g}"
 
 
 class Elements:
     """Takes the numbers of a row one part after another."""
 
     def __init__(self, numbers: Any) -> None:
-        self._numbers, self._at = np.asarray(numbers, dtype=np.float64), 0
+        self._numbers = np.asarray(numbers, dtype=np.float64)
+        self._at = 0
 
     @property
     def left(self) -> int:
         return len(self._numbers) - self._at
 
     def take(self, length: int) -> Any:
+        """The next so many numbers."""
         self._at += length
         return self._numbers[self._at - length : self._at]
 
 
 def copied(tensor: Tensor) -> Tensor:
     """In float64, and never the same memory."""
-    return tensor.clone() if tensor.dtype == torch.float64 else tensor.double()
+    if tensor.dtype == torch.float64:
+        return tensor.clone()
+    return tensor.double()

@@ -77,14 +77,18 @@ class SGD:
 
     def compared(self, update: Update) -> list[Recomputed]:
         """The weight and the state that the definition makes, beside what was made."""
-        group, stored, computed = update.group, update.stored, self.rounding(update)
-        lr, decay, momentum = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
+        group = update.group
+        stored, computed = update.stored, self.rounding(update)
+        lr = float(group["lr"])
+        decay = float(group["weight_decay"])
+        momentum = float(group["momentum"])
         p, g = update.weight, update.gradient
         if group["maximize"]:
             g = -g
         g = g + decay * p
         size = np.abs(g) + 2 * abs(decay) * np.abs(p)
-        moved, found = g, []
+        moved = g
+        recomputed = []
         if momentum:
             before = update.state["momentum_buffer"]
             buffer = g
@@ -92,13 +96,16 @@ class SGD:
                 buffer = momentum * before + (1 - group["dampening"]) * g
                 size = size + momentum * np.abs(before)
             bound = (2 * stored + 8 * computed) * size + update.spacing
-            found.append(Recomputed("its momentum", update.made_state["momentum_buffer"], buffer, bound))
-            moved = g + momentum * buffer if group["nesterov"] else buffer
+            recomputed.append(Recomputed("its momentum", update.made_state["momentum_buffer"], buffer, bound))
+            moved = buffer
+            if group["nesterov"]:
+                moved = g + momentum * buffer
             size = size * (1 + momentum)
-        wanted = p - lr * moved
-        bound = 2 * stored * (np.abs(p) + np.abs(wanted)) + (2 * stored + 16 * computed) * lr * size
+        expected = p - lr * moved
+        bound = 2 * stored * (np.abs(p) + np.abs(expected)) + (2 * stored + 16 * computed) * lr * size
         bound = bound + (1 + lr) * update.spacing
-        return [*found, Recomputed("the weight", update.made_weight, wanted, bound)]
+        recomputed.append(Recomputed("the weight", update.made_weight, expected, bound))
+        return recomputed
 
 
 @dataclass(frozen=True)
@@ -125,8 +132,11 @@ class Adam(SGD):
         return m, v
 
     def compared(self, update: Update) -> list[Recomputed]:
-        group, step, p, g = update.group, update.step, update.weight, update.gradient
-        lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), group["eps"]
+        group, step = update.group, update.step
+        p, g = update.weight, update.gradient
+        lr = float(group["lr"])
+        decay = float(group["weight_decay"])
+        eps = group["eps"]
         first, second = group["betas"][:2]
         m, v = self.moments(update)
         if group.get("maximize"):
@@ -144,11 +154,13 @@ class Adam(SGD):
         root = np.sqrt(new_v / (1 - second**step)) + eps
         rate = lr / (1 - first**step)
         change = rate * new_m / root
-        kept = p * (1 - lr * decay) if decoupled else p
-        wanted = kept - change
+        expected = p - change
+        if decoupled:
+            expected = p * (1 - lr * decay) - change
 
         computed = self.rounding(update)
-        off_m, off_v = self._loose(first) * size, self._loose(second) * (v + g * g)
+        off_m = self._loose(first) * size
+        off_v = self._loose(second) * (v + g * g)
         off_powers = self._loose_power(first, step) + self._loose_power(second, step)
         share = np.divide(off_v, new_v, out=np.zeros(len(new_v)), where=new_v > 0)
         rounding = 16 * computed * (np.abs(change) + lr * abs(decay) * np.abs(p)) + 8 * computed * rate * size / root
@@ -158,15 +170,17 @@ class Adam(SGD):
         if computed > _SINGLE:  # its moments are stored before they are used, and may be too small for their dtype
             least = np.sqrt(np.maximum(new_v - update.spacing, 0) / (1 - second**step)) + eps
             rounding = rounding + rate * (np.abs(new_m) + update.spacing) / least - np.abs(change)
-        bound = 2 * update.stored * (np.abs(p) + np.abs(wanted)) + rounding + update.spacing
+        bound = 2 * update.stored * (np.abs(p) + np.abs(expected)) + rounding + update.spacing
         return [
             *self.compared_moments(update, _Moment(new_m, off_m), _Moment(new_v, off_v), size),
-            Recomputed("the weight", update.made_weight, wanted, bound),
+            Recomputed("the weight", update.made_weight, expected, bound),
         ]
 
     def _loose(self, decay: float) -> float:
         """How far a decay is from bitsandbytes' on a card, in float32: 1 - 0.999 is 1.3e-5 less. A CPU has float64."""
-        return abs(float(np.float32(decay)) - decay) if self.fused else 0.0
+        if not self.fused:
+            return 0.0
+        return abs(float(np.float32(decay)) - decay)
 
     def _loose_power(self, decay: float, step: int) -> float:
         """How far ``1 - decay ** step`` may be off, relative, where a power is within 2 units."""
@@ -177,7 +191,8 @@ class Adam(SGD):
 
     def compared_moments(self, update: Update, m: _Moment, v: _Moment, size: Any) -> list[Recomputed]:
         """``size``: of the terms of the first moment."""
-        stored, least, computed = update.stored, update.spacing, self.rounding(update)
+        computed = self.rounding(update)
+        stored, least = update.stored, update.spacing
         if self.fused:  # bitsandbytes' are in float32
             stored, least = min(stored, _SINGLE), TINY
         first, second = (update.made_state[name] for name in self.states)
@@ -223,10 +238,13 @@ def _compared_codes(
     what: str, codes: Any, largest: Any, moment: _Moment, size: Any, *, signed: bool
 ) -> list[Recomputed]:
     """A block's codes and its scale, float64 of shapes [n] and [1], beside the moment that they stand for."""
-    codes, values = codes.astype(int), _code_map(signed)
+    codes = codes.astype(int)
+    values = _code_map(signed)
     error = 64 * _SINGLE * size.max() + moment.off.max() + TINY
-    below, above = values[np.maximum(codes - 1, 0)], values[np.minimum(codes + 1, 255)]
-    middle, half = (below + above) / 2 * largest, (above - below) / 2 * largest
+    below = values[np.maximum(codes - 1, 0)]
+    above = values[np.minimum(codes + 1, 255)]
+    middle = (below + above) / 2 * largest
+    half = (above - below) / 2 * largest
     is_edge = (codes == 0) | (codes == 255)
     edge = (values[1] - values[0]) * largest * is_edge + _COARSE * largest
     most = np.abs(moment.value).max(keepdims=True)
@@ -261,6 +279,8 @@ def definition_of(optimizer: Any) -> Callable[[Tensor, Mapping[str, Any]], SGD] 
         in_blocks = settings.optim_bits == 8 and parameter.numel() >= settings.min_8bit_size
         if "state1" in state:
             in_blocks = state["state1"].dtype == torch.uint8
-        return BlockAdam() if in_blocks else Adam(states=("state1", "state2"), fused=True, own_decay=True)
+        if in_blocks:
+            return BlockAdam()
+        return Adam(states=("state1", "state2"), fused=True, own_decay=True)
 
     return definition

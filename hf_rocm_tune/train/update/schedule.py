@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -22,20 +23,22 @@ class Schedule:
     def __init__(
         self, scheduler: Any, optimizer: Any, args: Any, max_steps: int, *, of_args: bool, excused: bool
     ) -> None:
-        self._scheduler, self._groups = scheduler, optimizer.param_groups
+        self._scheduler = scheduler
+        self._groups = optimizer.param_groups
         self._base = [group.get("initial_lr") for group in self._groups]
-        kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-        self._warmup, self._steps = args.get_warmup_steps(max_steps), max_steps
-        own = {"linear": self._linear, "cosine": self._cosine, "constant": lambda _: 1.0}
-        own["constant_with_warmup"] = self._warming_up
-        self._factor = own.get(kind) if of_args and not args.lr_scheduler_kwargs else None
+        self._warmup = args.get_warmup_steps(max_steps)
+        self._steps = max_steps
+        self._factor: Callable[[int], float] | None = None  # of the base rate, by our definition; None: by its own
+        if of_args and not args.lr_scheduler_kwargs:
+            kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+            self._factor = self._definition_of(kind)
         self._first = getattr(scheduler, "last_epoch", 0)  # a resumed run's first rates may be of an earlier schedule
         self.refusal: str | None = None
         if type(scheduler) is not LambdaLR:
             self.refusal = f"the schedule is {type(scheduler).__name__}"
         elif excused:
             self.refusal = "the trainer or a callback has code of its own"
-        elif not all(isinstance(each, float | int) for each in self._base):
+        elif not all(isinstance(rate, float | int) for rate in self._base):
             self.refusal = "a group has no rate of its own"
 
     def wrong(self) -> str | None:
@@ -44,13 +47,25 @@ class Schedule:
         if self.refusal is not None or step <= self._first:
             return None
         for number, (group, base) in enumerate(zip(self._groups, self._base, strict=True)):
-            factor = self._factor or self._scheduler.lr_lambdas[number]
-            wanted, found = base * factor(step), group["lr"]
-            if isinstance(found, Tensor):
+            rate = group["lr"]
+            if isinstance(rate, Tensor):
                 continue
-            if not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-30):
-                return f"the learning rate of group {number} is {found:.9g} instead of {wanted:.9g} (update {step + 1})"
+            factor = self._factor or self._scheduler.lr_lambdas[number]
+            expected = base * factor(step)
+            if not math.isclose(rate, expected, rel_tol=1e-9, abs_tol=1e-30):
+                return (
+                    f"the learning rate of group {number} is {rate:.9g} instead of {expected:.9g} (update {step + 1})"
+                )
         return None
+
+    def _definition_of(self, kind: str) -> Callable[[int], float] | None:
+        definitions: dict[str, Callable[[int], float]] = {
+            "linear": self._linear,
+            "cosine": self._cosine,
+            "constant": lambda _: 1.0,
+            "constant_with_warmup": self._warming_up,
+        }
+        return definitions.get(kind)
 
     def _warming_up(self, step: int) -> float:
         return min(1.0, step / max(1, self._warmup))
@@ -59,7 +74,9 @@ class Schedule:
         return (self._steps - step) / max(1, self._steps - self._warmup)
 
     def _linear(self, step: int) -> float:
-        return self._warming_up(step) if step < self._warmup else max(0.0, self._left(step))
+        if step < self._warmup:
+            return self._warming_up(step)
+        return max(0.0, self._left(step))
 
     def _cosine(self, step: int) -> float:
         if step < self._warmup:
