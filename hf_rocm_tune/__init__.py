@@ -114,8 +114,10 @@ def _choose_card(topology: gpus.Topology, rocm: bool | None, torch_loaded: bool)
         for name, action, value in made
     ]
     if torch_loaded:
-        is_late = [each.action == "set" and os.environ.get(each.variable) != each.value for each in decisions]
-        return [variables.too_late(each) if late else each for each, late in zip(decisions, is_late, strict=True)]
+        for number, decision in enumerate(decisions):
+            if decision.action == "set" and os.environ.get(decision.variable) != decision.value:
+                decisions[number] = variables.too_late(decision)
+        return decisions
     process.enact(choice, os.environ)
     return decisions
 

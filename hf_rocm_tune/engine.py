@@ -134,13 +134,13 @@ class VerifiedTransfers:
             if isinstance(target, nn.Module):
                 if all(reference() is not target for reference in self._models):
                     self._models.append(weakref.ref(target))
-                self._frozen = None  # listed again before the next update
-            elif isinstance(inner := _innermost(target), Optimizer):
-                if all(row.optimizer() is not inner for row in self._optimizers):
-                    self._optimizers.append(_WatchedOptimizer(inner, self))
-                self._frozen = None
             else:
-                raise UsageError(f"watch takes models and optimizers, not {type(target).__name__}")
+                optimizer = _innermost(target)
+                if not isinstance(optimizer, Optimizer):
+                    raise UsageError(f"watch takes models and optimizers, not {type(target).__name__}")
+                if all(row.optimizer() is not optimizer for row in self._optimizers):
+                    self._optimizers.append(_WatchedOptimizer(optimizer, self))
+            self._frozen = None  # listed again before the next update
 
     def forget(self) -> None:
         """Watch nothing any more; `watch` begins anew."""
@@ -201,7 +201,11 @@ class VerifiedTransfers:
     def _list_frozen(self) -> Iterator[Listed]:
         trained = {id(parameter) for watched in self._optimizers for parameter in watched.parameters()}
         seen: set[int] = set()
-        models = [model for reference in self._models if (model := reference()) is not None]
+        models = []
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                models.append(model)
         for number, model in enumerate(models):
             prefix = "" if len(models) == 1 else f"model {number}: "
             for name, tensor, find in findable_tensors_of(model):
@@ -342,12 +346,14 @@ class _WatchedOptimizer:
         owner = weakref.ref(transfers)
 
         def before(*_: Any) -> None:
-            if (open_one := owner()) is not None:
-                open_one.before_update(self)
+            transfers = owner()
+            if transfers is not None:
+                transfers.before_update(self)
 
         def after(*_: Any) -> None:
-            if (open_one := owner()) is not None:
-                open_one.after_update(self)
+            transfers = owner()
+            if transfers is not None:
+                transfers.after_update(self)
 
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         self.take()
@@ -403,8 +409,8 @@ def _state_of(tensor: Tensor) -> tuple[int, tuple[int, int]]:
 
 def _innermost(optimizer: Any) -> Any:
     """The optimizer within wrappers such as Accelerate's, which has the hooks."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
     return optimizer
 
 

@@ -235,6 +235,7 @@ def shortage_advice(advice: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if (shortage := device_shortage(error)) is None:
+        shortage = device_shortage(error)
+        if shortage is None:
             raise
         raise OutOfMemoryError(f"{shortage}: {advice}") from error

@@ -135,7 +135,11 @@ def _escaped(character: str, *, json_text: bool) -> str:
     number = ord(character)
     if json_text:
         return json.dumps(character)[1:-1] if number > 0xFF else f"\\u{number:04x}"
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    if number < 0x10000:
+        return f"\\u{number:04x}"
+    return f"\\U{number:08x}"
 
 
 _COUNT = re.compile(r"(layers?|experts?|blocks?|depths?|heads?|stages?)$")

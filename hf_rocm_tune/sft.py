@@ -68,7 +68,8 @@ def prepare(model: str | None = None) -> None:
     """
     torch_build.check_torch()
     process.prepare_process(os.environ)
-    if (misfit := torchvision.hide_unless_used(model)) is not None:
+    misfit = torchvision.hide_unless_used(model)
+    if misfit is not None:
         print_line(f"hf-rocm-tune: warning: {misfit}")
     process.check_bitsandbytes()  # PEFT imports it
 

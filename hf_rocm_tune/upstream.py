@@ -357,9 +357,11 @@ def check_overrides(trainer: type) -> None:
         where = f"what {ours.__name__}.{name} overrides"
         if not theirs:
             raise _moved(where, "the method that it overrides is missing")
-        wanted, found = (_parameters(vars(owner)[name]) for owner in (ours, theirs[-1]))
-        if found[: len(wanted)] != wanted:
-            raise _moved(where, f"{theirs[-1].__name__} has the parameters {found}, expected {wanted} first")
+        overridden = theirs[-1]
+        parameters = _parameters(vars(overridden)[name])
+        expected = _parameters(vars(ours)[name])
+        if parameters[: len(expected)] != expected:
+            raise _moved(where, f"{overridden.__name__} has the parameters {parameters}, expected {expected} first")
 
 
 def overrides(trainer: type) -> Iterator[tuple[type, str, list[type]]]:

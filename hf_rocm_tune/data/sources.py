@@ -200,9 +200,16 @@ def _may_have_parts(rows: Rows, column: str) -> bool:
 
 
 def _has_part(messages: Any) -> bool:
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, list) else ():
+    """Whether a message has a part that is a picture or another medium."""
+    if not isinstance(messages, list):
+        return False
+    for message in messages:
+        if not isinstance(message, Mapping):
+            continue
+        content = message.get("content", message.get("value"))
+        if not isinstance(content, list):
+            continue
+        for part in content:
             if isinstance(part, Mapping) and part.get("type") in (*PICTURE_PARTS, *OTHER_MEDIA):
                 return True
     return False
@@ -381,7 +388,9 @@ _NO_DATA = frozenset({"", *(f".{name}" for name in (*_PICTURES, *_NOTES))})
 
 def _format_of(file: Path) -> str | None:
     """The reader of a file, one of their own for those that are separated by tabs."""
-    return "tsv" if _is_tabbed(file) else _reader_of(file) or file.suffix.lower().removeprefix(".") or None
+    if _is_tabbed(file):
+        return "tsv"
+    return _reader_of(file) or file.suffix.lower().removeprefix(".") or None
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -520,11 +529,12 @@ def _explanation(name: str, files: Sequence[Path], cause: BaseException) -> str:
 
 def _files_of(name: str) -> list[Path]:
     path = expand_user(name)
-    whole = os.path.isfile(path) or _is_saved(path)
-    every = [path] if whole else []
-    if not whole and os.path.isdir(path):  # a name may be too long for a question of pathlib's
-        every = sorted(path.rglob("*"))
-    return [file for file in every if file.is_file() and _reader_of(file)]
+    files: list[Path] = []
+    if os.path.isfile(path) or _is_saved(path):
+        files = [path]
+    elif os.path.isdir(path):  # a name may be too long for a question of pathlib's
+        files = sorted(path.rglob("*"))
+    return [file for file in files if file.is_file() and _reader_of(file)]
 
 
 def fault_of_stream(names: Sequence[str], error: Exception) -> UsageError | None:
@@ -603,10 +613,15 @@ def _size_of(rows: Rows) -> str:
 def _reader_of(path: Path) -> str | None:
     """The `datasets` reader for this file name, or None where the suffix is not supported."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes[-1:] == [".gz"]:
-        reader = _READERS.get(suffixes[-2]) if len(suffixes) > 1 else None
-        return None if reader == "parquet" else reader
-    return _READERS.get(suffixes[-1]) if suffixes else None
+    is_compressed = suffixes[-1:] == [".gz"]
+    if is_compressed:
+        suffixes.pop()
+    if not suffixes:
+        return None
+    reader = _READERS.get(suffixes[-1])
+    if is_compressed and reader == "parquet":
+        return None
+    return reader
 
 
 def _cannot_be_opened(path: Path) -> str | None:
@@ -615,7 +630,8 @@ def _cannot_be_opened(path: Path) -> str | None:
             next(path.iterdir(), None)
         elif os.path.isfile(path):
             path.open("rb").close()
-            return None if path.stat().st_size else f"{path} is empty (0 bytes)"
+            if not path.stat().st_size:
+                return f"{path} is empty (0 bytes)"
     except PermissionError:
         return f"'{path}' may not be read (permission denied)"
     return None
@@ -633,9 +649,12 @@ def _find_fault(path: Path, reported: str = "") -> str | None:
                 file.seek(0)
                 fault = _fault_for_arrow(file)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        plain = "Not a gzipped file" in str(error)
-        fault = " is not compressed, as its name says: rename it" if plain else f" is cut off or damaged: {error}"
-    return f"{path}{fault}" if fault else None
+        fault = f" is cut off or damaged: {error}"
+        if "Not a gzipped file" in str(error):
+            fault = " is not compressed, as its name says: rename it"
+    if not fault:
+        return None
+    return f"{path}{fault}"
 
 
 def _pointer_in(path: Path) -> str | None:
@@ -735,7 +754,9 @@ def _wide(head: bytes) -> str | None:
     """UTF-16 without a mark of its order, known by the zero bytes of ASCII's letters."""
     if head[1::2].count(0) > len(head) // 4:
         return "utf-16le"
-    return "utf-16be" if head[::2].count(0) > len(head) // 4 else None
+    if head[::2].count(0) > len(head) // 4:
+        return "utf-16be"
+    return None
 
 
 def _to_convert(head: bytes, line: bytes) -> str:

@@ -71,7 +71,8 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     command = ["-m", "hf_rocm_tune", "sft", *arguments, "--overwrite_output_dir"]
     _say(" ".join(["running python", *command]))
-    if code := subprocess.run([sys.executable, *command], check=False).returncode:
+    code = subprocess.run([sys.executable, *command], check=False).returncode
+    if code:
         return code
     losses = [loss for _, loss in series(json.loads((adapter / LOG_NAME).read_text())["log"], "eval_loss")]
     _say(f"evaluation loss on pairs that were not trained on: {losses[0]:.2f} before, {losses[-1]:.2f} after")

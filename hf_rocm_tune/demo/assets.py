@@ -203,11 +203,15 @@ def _pairs(node: ast.Module | Definition, name: str, question: str) -> Iterator[
     paragraph = " ".join(re.split(r"\n\s*\n", text.strip(), maxsplit=1)[0].split())
     if _SHORTEST <= len(paragraph) <= _LONGEST:
         yield Pair(question, paragraph)
-    for each in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
-        if isinstance(each, Definition) and not each.name.startswith("_"):
-            inner = f"{name}.{each.name}"
-            asked = f"What is {inner}?" if isinstance(each, ast.ClassDef) else f"What does {inner} do?"
-            yield from _pairs(each, inner, asked)
+    if not isinstance(node, ast.Module | ast.ClassDef):
+        return
+    for definition in node.body:
+        if isinstance(definition, Definition) and not definition.name.startswith("_"):
+            inner = f"{name}.{definition.name}"
+            asked = f"What does {inner} do?"
+            if isinstance(definition, ast.ClassDef):
+                asked = f"What is {inner}?"
+            yield from _pairs(definition, inner, asked)
 
 
 def write_splits(folder: Path, pairs: list[Pair]) -> None:

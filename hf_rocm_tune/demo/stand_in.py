@@ -47,9 +47,9 @@ def choose(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageError(f"the small model could not be created: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    *lines, found = done.stdout.splitlines()
+    *lines, last = done.stdout.splitlines()
     print(*lines, sep="\n")
-    where = json.loads(found)
+    where = json.loads(last)
     if not where:
         return NotebookModel(model, data, False)
     return NotebookModel(where["model"], where["data"] or data, True)
@@ -76,7 +76,8 @@ def main() -> None:
     """Decide; print the reason and, as the last line, the paths of the small model and its data as JSON, or null."""
     model, folder, *words = sys.argv[1:]
     made = None
-    if reason := _why_not(model):
+    reason = _why_not(model)
+    if reason:
         what = "a small model with random weights stands in" if words else "a small model and its data stand in"
         print(f"{reason}: {what}, made on this machine")
         if words:

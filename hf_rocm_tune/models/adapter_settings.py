@@ -29,7 +29,8 @@ class AdapterSettings:
     def wrong(self) -> str | None:
         """The first layer whose settings have changed."""
         for (name, layer), before in zip(self._layers, self._before, strict=True):
-            if (now := _settings_of(layer)) != before:
+            now = _settings_of(layer)
+            if now != before:
                 return f"the settings of LoRA's layer {name} are {_in_words(now)} instead of {_in_words(before)}"
         return None
 

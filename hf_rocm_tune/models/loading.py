@@ -213,7 +213,8 @@ class LoadReport:
             raise self.errors[0] from error
         if isinstance(error, RuntimeError) and device_shortage(error) is None:
             for text in self._said:
-                if (line := shortage_in(text)) is not None:
+                line = shortage_in(text)
+                if line is not None:
                     raise torch.OutOfMemoryError(line) from error
 
 
@@ -326,8 +327,12 @@ def _keep_mxfp4(mover: Mover) -> Callable[..., Any]:
         self: Any, input_dict: Any, model: Any = None, full_layer_name: str = "", missing_keys: Any = None, **more: Any
     ) -> Any:
         del self, more
-        found = {name.rpartition("_")[2]: value for name, value in input_dict.items()}
-        blocks, scales = (each[0] if isinstance(each, list) else each for each in (found["blocks"], found["scales"]))
+        packed = {name.rpartition("_")[2]: value for name, value in input_dict.items()}
+        blocks, scales = packed["blocks"], packed["scales"]
+        if isinstance(blocks, list):
+            blocks = blocks[0]
+        if isinstance(scales, list):
+            scales = scales[0]
         path, _, key = full_layer_name.rpartition(".")
         experts = model.get_submodule(path)
         code = mxfp4_code()

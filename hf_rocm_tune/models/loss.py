@@ -87,7 +87,8 @@ def fit_to(device: torch.device, *, compiled: bool) -> None:
         _avoid_triton(device)
     if upstream_head is None or not hasattr(upstream_head, "_addmm_fp32"):
         return
-    if (choice := products.choose(device)) is not None and not compiled:
+    choice = products.choose(device)
+    if choice is not None and not compiled:
         stock = getattr(upstream_head._addmm_fp32, "stock", upstream_head._addmm_fp32)
 
         def add(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -110,18 +110,20 @@ def linear_in_name_only(model: nn.Module) -> list[str]:
     Llama 4's router gives two tensors, the first output projection of DeepSeek V4 a product for each group of heads:
     4-bit weights would replace them by a linear layer, and an adapter would add what does not fit.
     """
-    found = []
+    names = []
     for name, module in model.named_modules():
         kind = type(module)
-        own = kind.__module__.startswith(("transformers.models.", "transformers_modules."))
-        if isinstance(module, nn.Linear) and own and kind.forward is not nn.Linear.forward and not _is_linear(module):
-            found.append(name)
-    return found
+        is_own = kind.__module__.startswith(("transformers.models.", "transformers_modules."))
+        if not isinstance(module, nn.Linear) or not is_own or kind.forward is nn.Linear.forward:
+            continue
+        if not _is_linear(module):
+            names.append(name)
+    return names
 
 
 def _is_linear(layer: nn.Linear) -> bool:
     """Whether a layer makes of a row what a linear one would, tried without values."""
-    weights = {name: torch.empty_like(each, device="meta") for name, each in layer.named_parameters()}
+    weights = {name: torch.empty_like(weight, device="meta") for name, weight in layer.named_parameters()}
     row = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device="meta")
     try:
         made = torch.func.functional_call(layer, weights, (row,))
@@ -156,7 +158,8 @@ def require_right_on_cpu(model: nn.Module, name: str) -> None:
         if columns % state.blocksize == 0 or columns in seen:
             continue
         seen.add(columns)
-        part, wanted = next(rows_of_4_bit(weight.data, state, lambda each: each, [slice(0, min(rows, 8))]))
+        first_rows = [slice(0, min(rows, 8))]
+        part, wanted = next(rows_of_4_bit(weight.data, state, lambda tensor: tensor, first_rows))
         if not torch.allclose(dequantised(module)[part].float(), wanted, atol=0.02 * float(wanted.abs().max())):
             raise UsageError(
                 f"model {name}: on a CPU this bitsandbytes dequantises {path}.weight wrongly, whose rows of {columns} "

@@ -200,9 +200,10 @@ def _is_cast(row: _Watched, tensor: Tensor) -> bool:
     (before,) = QueuedDigests([storage_bytes(held)]).confirmed()
     if before != row.baseline:
         return False
-    expected = held.to(tensor.dtype).contiguous(), tensor.detach().contiguous()
-    cast, now = QueuedDigests([storage_bytes(each.clone()) for each in expected]).confirmed()
-    return cast == now
+    cast = held.to(tensor.dtype).contiguous()
+    now = tensor.detach().contiguous()
+    of_cast, of_now = QueuedDigests([storage_bytes(cast.clone()), storage_bytes(now.clone())]).confirmed()
+    return of_cast == of_now
 
 
 class TrainedSentinel:

@@ -99,12 +99,16 @@ class Streamer:
     def _take(self, layer: nn.Module) -> Iterator[tuple[Place, Tensor]]:
         seen: dict[int, Tensor] = {}
         for where in places_of(layer):
-            if not is_streamed(where.name, tensor := where.find()):
+            tensor = where.find()
+            if not is_streamed(where.name, tensor):
                 continue
             key = tensor.untyped_storage()._cdata
             if key not in seen:
                 on_host = tensor.device.type == "cpu" and self._mover.provenance(tensor) is None
-                seen[key] = tensor.detach().contiguous() if on_host else to_host(tensor, where.name, self._mover)
+                if on_host:
+                    seen[key] = tensor.detach().contiguous()
+                else:
+                    seen[key] = to_host(tensor, where.name, self._mover)
             yield where, seen[key]
 
     def _content(self, layer: str, placed: Sequence[tuple[Place, Tensor]]) -> Content:
@@ -222,11 +226,14 @@ class Streamer:
         if held is None:
             return None
         _, segment = held
-        if not segment.is_right(segment.source):
-            if segment.read_again is None or not segment.is_right(again := segment.read_again()):
-                raise MemoryFaultError(f"streamed weights changed in host memory: {segment.name}", ADVICE)
-            segment.source = again
-        return segment.source
+        if segment.is_right(segment.source):
+            return segment.source
+        if segment.read_again is not None:
+            again = segment.read_again()
+            if segment.is_right(again):
+                segment.source = again
+                return again
+        raise MemoryFaultError(f"streamed weights changed in host memory: {segment.name}", ADVICE)
 
     def check(self) -> None:
         """Compare what the buffers hold with what arrived; part of the check before a save."""

@@ -55,7 +55,8 @@ class Place(NamedTuple):
         """Puts a tensor in the place of one of the same shape and dtype; a parameter keeps its identity."""
         owner_path, _, attribute = self.path.rpartition(".")
         owner = attrgetter(owner_path)(self.module) if owner_path else self.module
-        if isinstance(known := getattr(owner, attribute), nn.Parameter):
+        known = getattr(owner, attribute)
+        if isinstance(known, nn.Parameter):
             known.data = tensor
             return known
         setattr(owner, attribute, tensor)

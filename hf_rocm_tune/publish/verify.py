@@ -203,9 +203,12 @@ def _check_base(directory: Path, written: Manifest, given: str | None, findings:
     local = expand_user(named) if os.path.isdir(expand_user(named)) else above(directory, named)
     if local is not None:
         _compare_directory(f"the base {named}", local, recorded, findings, whole=recorded.commit is None)
-    elif not constants.HF_HUB_OFFLINE:
+        return
+    if not constants.HF_HUB_OFFLINE:
         _compare_with_hub(named, revision, recorded, findings)
-    elif (cached := hub_snapshot(named, revision)) is not None:
+        return
+    cached = hub_snapshot(named, revision)
+    if cached is not None:
         _compare_directory(f"the base {named} in the Hub's cache", cached, recorded, findings, whole=False)
     else:
         findings.unknown.append(

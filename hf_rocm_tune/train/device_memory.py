@@ -135,11 +135,13 @@ def warm_up(device: torch.device, *, bits: int | None = None) -> int:
     except RuntimeError as error:
         free, total = torch.cuda.mem_get_info(device)
         room = f"{free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
-        if (said := device_shortage(error)) is not None and free < _GIB:
+        shortage = device_shortage(error)
+        if shortage is not None and free < _GIB:
             fix = "end other users of the card"
-            raise OutOfMemoryError(f"{room} on the card before a weight is loaded ({said}): {fix}") from error
-        # With some installations hipBLAS reports a shortage although memory is free, TheRock#1708.
-        why = f"although {room} ({said})" if said else f"({str(error).strip().partition(chr(10))[0]})"
+            raise OutOfMemoryError(f"{room} on the card before a weight is loaded ({shortage}): {fix}") from error
+        why = f"({str(error).strip().partition(chr(10))[0]})"
+        if shortage:  # with some installations hipBLAS reports one although memory is free, TheRock#1708
+            why = f"although {room} ({shortage})"
         raise StallError(f"the card cannot do what training needs {why}: see `hf-rocm-tune doctor`") from error
 
 

@@ -133,10 +133,10 @@ class InterruptCallback(TrainerCallback):
 def _is_asked(args: TrainingArguments) -> bool:
     """Whether the file is there; only an empty one is a request, because it will be deleted."""
     try:
-        found = os.lstat(os.path.join(args.output_dir, REQUEST_FILE))
+        request = os.lstat(os.path.join(args.output_dir, REQUEST_FILE))
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size == 0
+    return stat.S_ISREG(request.st_mode) and request.st_size == 0
 
 
 _BEATS: dict[str, Phase] = {

@@ -47,7 +47,8 @@ def as_usage_errors(packages: Collection[str] = _OUR_UPSTREAM) -> Iterator[None]
     try:
         yield
     except (TemplateError, TypeError, ConnectionError, ValueError, ImportError) as error:
-        if (said := _said(error, packages)) is None:
+        said = _said(error, packages)
+        if said is None:
             raise
         raise UsageError(said) from error
 
@@ -168,7 +169,8 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
     """Check that transformers can report to each of these services (``report_to``)."""
     available = get_available_reporting_integrations()
     wanted = [names] if isinstance(names, str) else list(names or ())
-    if lacking := [name for name in wanted if name not in (*available, "none", "all")]:
+    lacking = [name for name in wanted if name not in (*available, "none", "all")]
+    if lacking:
         there = ", ".join(available) or "none"
         fix = "give several as a list in a --config file; `pip install 'hf-rocm-tune[loggers]'` brings two"
         raise UsageError(f"--report_to {' '.join(lacking)}: unknown or not installed; installed here: {there}; {fix}")
@@ -209,8 +211,8 @@ def require_isolation(model: nn.Module, args: Any) -> None:
         positions = keywords.get("position_ids")
         if output is None or positions is None or not (positions[:, 1:] == 0).any():
             return  # it failed, or held one example
-        for each in handles:
-            each.remove()
+        for handle in handles:
+            handle.remove()
         config: Any = module.config
         if not (heeded or "flash" in str(config._attn_implementation)):
             raise UsageError(
@@ -241,26 +243,29 @@ def check_compiled(args: TrainingArguments) -> None:
 
 
 def _require_triton(flag: str, device: torch.device) -> None:
-    if refusal := triton_refusal(device):
+    refusal = triton_refusal(device)
+    if refusal:
         raise UsageError(f"{flag} needs Triton, which does not run here ({refusal}): leave it out")
 
 
-def with_offloads(found: Coverage, args: TrainingArguments, *, deepspeed: bool = False) -> Coverage:
+def with_offloads(coverage: Coverage, args: TrainingArguments, *, deepspeed: bool = False) -> Coverage:
     """The coverage of a model, with what these settings move to the device outside the mover."""
-    rows, card = {}, args.device.type != "cpu"
+    rows = {}
+    on_card = args.device.type != "cpu"
+    optimizer = optimizer_name(args)
     if deepspeed:
         name = "weights and gradients under DeepSpeed"
         rows[name] = "DeepSpeed broadcasts weights from rank 0 and averages gradients by itself"
-    if card and is_of_bitsandbytes(optimizer_name(args)) and "paged" in (optim := optimizer_name(args)):
-        rows["paged optimizer state"] = f"--optim {optim}: the driver moves its pages between host and device"
-    if card and getattr(args, "activation_offloading", False):
+    if on_card and is_of_bitsandbytes(optimizer) and "paged" in optimizer:
+        rows["paged optimizer state"] = f"--optim {optimizer}: the driver moves its pages between host and device"
+    if on_card and getattr(args, "activation_offloading", False):
         rows["activations in host memory"] = "--activation_offloading: TRL copies them to the host and back by itself"
     if getattr(args, "use_vllm", False):
         rows["weights and answers of vLLM"] = "--use_vllm: TRL sends vLLM the weights and takes its answers by itself"
-    if card and optimizer_name(args) == "adafactor":
+    if on_card and optimizer == "adafactor":
         rows["new optimizer state"] = "--optim adafactor creates it on the host and copies it at the first step"
     named = [{"tensor": name, "reason": reason} for name, reason in rows.items()]
-    return replace(found, unverified=[*found.unverified, *named])
+    return replace(coverage, unverified=[*coverage.unverified, *named])
 
 
 class OptimizerTablesCallback(TrainerCallback):

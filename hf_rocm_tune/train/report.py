@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -68,13 +68,27 @@ class ReportedTrainer(OwningTrainer, Protocol):
 
 def build(trainer: ReportedTrainer, facts: RunFacts, *, gather: bool) -> dict[str, Any]:
     """Build the report; ``gather``: over all ranks (collective), False for this rank only, after a failure."""
-    looked = facts.telemetry.summary() if facts.telemetry else None
-    mine = (trainer.transfer_report.to_dict(), facts.findings, looked)
-    of_all_ranks = gather_object([mine]) if gather and trainer.args.world_size > 1 else [mine]
+    telemetry = None
+    if facts.telemetry:
+        telemetry = facts.telemetry.summary()
+    of_all_ranks = [(trainer.transfer_report.to_dict(), facts.findings, telemetry)]
+    if gather and trainer.args.world_size > 1:
+        of_all_ranks = gather_object(of_all_ranks)
     counters = TransferReport.merge([counted for counted, _, _ in of_all_ranks])
     injected = counters.pop("step_faults")
-    weights, described = trainer.weight_coverage(), trainer.describe()
+    findings: list[Any] = []
+    telemetry_rows: list[dict[str, Any]] = []
+    for rank, (_, found_by_rank, telemetry_of_rank) in enumerate(of_all_ranks):
+        findings += found_by_rank
+        if telemetry_of_rank is not None:
+            telemetry_rows.append({"rank": rank, **telemetry_of_rank})
+    weights = trainer.weight_coverage()
+    described = trainer.describe()
     batches, between = counters["batches"], counters[BETWEEN_CARDS]
+    loss_gradient = products.choose(trainer.mover.device)
+    load_seconds = facts.load_seconds
+    if load_seconds is not None:
+        load_seconds = round(load_seconds, 4)
     seconds = sum(row.get("train_runtime", 0.0) for row in trainer.state.log_history)
     verified_weights = weights.verified_bytes * len(of_all_ranks)
     content = {
@@ -85,7 +99,7 @@ def build(trainer: ReportedTrainer, facts: RunFacts, *, gather: bool) -> dict[st
         "step_fault_injection": trainer.step_faults.describe(injected),
         "device": describe_device(trainer.mover.device),
         "digest": {"host": asdict(host_method()), "device": asdict(device_method(trainer.mover.device))},
-        "loss_gradient": None if (choice := products.choose(trainer.mover.device)) is None else asdict(choice),
+        "loss_gradient": asdict(loss_gradient) if loss_gradient is not None else None,
         "ranks": len(of_all_ranks),
         "versions": versions(),
         "data": list(facts.data),
@@ -102,7 +116,7 @@ def build(trainer: ReportedTrainer, facts: RunFacts, *, gather: bool) -> dict[st
         "grad_sync": described["grad_sync"],
         "weights": {
             **counters["weights"],
-            "load_seconds": None if facts.load_seconds is None else round(facts.load_seconds, 4),
+            "load_seconds": load_seconds,
             "attested_files": facts.attested_files,
             "not_attested": list(facts.not_attested),
         },
@@ -118,8 +132,8 @@ def build(trainer: ReportedTrainer, facts: RunFacts, *, gather: bool) -> dict[st
             skipped_steps=sorted(trainer.skip_steps),
             crash_injection=described["crash_injection"],
         ),
-        "findings": [found for _, findings, _ in of_all_ranks for found in findings],
-        "telemetry": [{"rank": rank, **seen} for rank, (_, _, seen) in enumerate(of_all_ranks) if seen is not None],
+        "findings": findings,
+        "telemetry": telemetry_rows,
     }
     return content | {"events": _events(content)}
 
@@ -133,7 +147,7 @@ def write(report: Mapping[str, Any], output_dir: Path) -> Path:
 def write_report(trainer: ReportedTrainer, directory: Path) -> list[str]:
     """Write report, log and record of a result that a user's own script saves; returns the names of the first two.
     Collective."""
-    data = tuple(one.to_dict() for one in getattr(trainer, "data_summaries", {}).values())
+    data = tuple(summary.to_dict() for summary in getattr(trainer, "data_summaries", {}).values())
     content = build(trainer, RunFacts(run_id=trainer.run_id, data=data), gather=True)
     if trainer.is_world_process_zero():
         write(content, directory)
@@ -141,7 +155,8 @@ def write_report(trainer: ReportedTrainer, directory: Path) -> list[str]:
         base = getattr(trainer.accelerator.unwrap_model(trainer.model).config, "name_or_path", None)
         settings = {**trainer.args.to_dict(), "model_name_or_path": base, "world_size": trainer.args.world_size}
         with suppress(UsageError):  # a file of the user's that has its name stays
-            if (found := read_record(directory)) is None or found.run_id == trainer.run_id:
+            record = read_record(directory)
+            if record is None or record.run_id == trainer.run_id:
                 write_record(directory, replace(new_record(settings), run_id=trainer.run_id, data=data))
     return [FILE_NAME, TRAINER_STATE_NAME]
 
@@ -165,57 +180,74 @@ def write_incident(trainer: ReportedTrainer, facts: RunFacts, incident: dict[str
 def closing_line(report: Mapping[str, Any]) -> str:
     """What the last line of a run counts: tensors, bytes, coverage, mismatches, recovered, step time, events."""
     stages = [report[name] for name in (*STAGES, BETWEEN_CARDS)]
-    tensors, moved, mismatches, recovered = (
-        sum(stage[key] for stage in stages) for key in ("tensors", "bytes", "mismatches", "recovered")
-    )
     covered, averages, frozen = report["coverage"], report["gradients"], report["frozen"]
-    crossed = covered["crossed"]
-    products = report["arithmetic"]
-    lacking = f" (not: {listed([row['tensor'] for row in covered['unverified']])})" if covered["unverified"] else ""
-    share = share_words(covered["verified_bytes"], covered["device_bytes"])
-    wrong = f"{products['disagreements']} disagreements{_recovered(products, 'disagreements')}"
-    checked = 100 * products["checked"] / max(products["products"], 1)
+    crossed, batches = covered["crossed"], report["batches"]
+
+    verified = f"{share_words(covered['verified_bytes'], covered['device_bytes'])} of the bytes on the device verified"
+    if covered["unverified"]:
+        verified += f" (not: {listed([row['tensor'] for row in covered['unverified']])})"
+    parts = [f"{_total(stages, 'tensors'):,} tensors", f"{_readable(_total(stages, 'bytes'))} moved", verified]
+    if crossed["crossed_bytes"]:
+        share = share_words(crossed["verified_bytes"], crossed["crossed_bytes"])
+        parts.append(f"{share} of {_readable(crossed['crossed_bytes'])} that crossed verified{_not_crossed(crossed)}")
+    parts.append(f"{_total(stages, 'mismatches')} mismatches")
+    parts.append(f"{_total(stages, 'recovered')} recovered")
+    if report["ranks"] > 1:
+        wrong = f"{averages['mismatches']} wrong{_recovered(averages, 'mismatches')}"
+        parts.append(f"{averages['buckets']:,} averages of gradients checked, {wrong}")
     watched = f"{frozen['passes']} sentinel passes over {frozen['tensors']} frozen tensors"
-    parts = {
-        f"{tensors:,} tensors": True,
-        f"{_readable(moved)} moved": True,
-        f"{share} of the bytes on the device verified{lacking}": True,
-        f"{share_words(crossed['verified_bytes'], crossed['crossed_bytes'])} of {_readable(crossed['crossed_bytes'])} "
-        f"that crossed verified{_not_crossed(crossed)}": crossed["crossed_bytes"],
-        f"{mismatches} mismatches": True,
-        f"{recovered} recovered": True,
-        f"{averages['buckets']:,} averages of gradients checked, {averages['mismatches']} wrong"
-        f"{_recovered(averages, 'mismatches')}": report["ranks"] > 1,
-        f"{watched} ({frozen['mismatches']} changed)": True,
-        f"{checked:.3g} % of the products with frozen weights checked": not products["refusal"],
-        f"{products['replays']} replayed micro-batch{'es' * (products['replays'] != 1)}": not products["refusal"],
-        wrong: not products["refusal"],
-        f"products with frozen weights not checked ({products['refusal']})": products["refusal"],
-        f"{100 * report['batches']['verify_share_of_step']:.2g} % of step time spent on batch verification": True,
-        **{f"{name}: {value}": True for name, value in report["events"].items()},
-    }
-    asked = (report["fault_injection"], report["step_fault_injection"], report["survival"]["crash_injection"])
-    said = ", ".join(text for text, applies in parts.items() if applies)
-    return f"{said}{' (faults were injected on request)' * any(asked)}"
+    parts.append(f"{watched} ({frozen['mismatches']} changed)")
+    parts += _arithmetic_parts(report["arithmetic"])
+    parts.append(f"{100 * batches['verify_share_of_step']:.2g} % of step time spent on batch verification")
+    parts += [f"{name}: {value}" for name, value in report["events"].items()]
+    line = ", ".join(parts)
+    if report["fault_injection"] or report["step_fault_injection"] or report["survival"]["crash_injection"]:
+        line += " (faults were injected on request)"
+    return line
+
+
+def _total(stages: Sequence[Mapping[str, Any]], key: str) -> int:
+    return sum(stage[key] for stage in stages)
+
+
+def _arithmetic_parts(counted: Mapping[str, Any]) -> list[str]:
+    """What the closing line says of the checks of arithmetic."""
+    if counted["refusal"]:
+        return [f"products with frozen weights not checked ({counted['refusal']})"]
+    checked = 100 * counted["checked"] / max(counted["products"], 1)
+    noun = "micro-batch" if counted["replays"] == 1 else "micro-batches"
+    return [
+        f"{checked:.3g} % of the products with frozen weights checked",
+        f"{counted['replays']} replayed {noun}",
+        f"{counted['disagreements']} disagreements{_recovered(counted, 'disagreements')}",
+    ]
 
 
 def _not_crossed(crossed: Mapping[str, Any]) -> str:
+    if not crossed["unverified"]:
+        return ""
     names = [f"{row['origin']}: {row['reason']}" for row in crossed["unverified"]]
-    return f" (not: {listed(names)})" if names else ""
+    return f" (not: {listed(names)})"
 
 
 def _recovered(counted: Mapping[str, Any], wrong: str) -> str:
-    return f" ({counted['recovered']} recovered)" if counted[wrong] else ""
+    if not counted[wrong]:
+        return ""
+    return f" ({counted['recovered']} recovered)"
 
 
 def _events(report: Mapping[str, Any]) -> dict[str, str]:
     """What happened to a run, by name: the end of its closing line, and a part of page and ``README.md``."""
     survival, memory, guard = report["survival"], report["memory"], report["guard"]
+    shortages = ""
+    if memory["shortages"]:
+        shortages = f"{memory['shortages']}, recovered {memory['recovered']}"
+    most_parts = memory["micro_batch_divisor"]
     rows = {
         "restarts by the supervisor": max(survival["starts"] - 1, 0),
         "steps left out": ", ".join(map(str, survival["skipped_steps"])),
-        "out of memory": f"{memory['shortages']}, recovered {memory['recovered']}" if memory["shortages"] else "",
-        "most parts of a micro-batch": memory["micro_batch_divisor"] if memory["micro_batch_divisor"] > 1 else 0,
+        "out of memory": shortages,
+        "most parts of a micro-batch": most_parts if most_parts > 1 else 0,
         "faults of trained state, undone by going back": report["trained"]["mismatches"],
         "updates skipped, because they were not finite": guard["skipped_steps"],
         "warnings about loss and gradients": guard["warnings"],
@@ -224,16 +256,19 @@ def _events(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "hip": torch.version.hip}
+    """Versions of Python, HIP and the libraries that train, by name; None: not installed."""
+    by_name: dict[str, str | None] = {"python": platform.python_version(), "hip": torch.version.hip}
     for name in _DISTRIBUTIONS:
-        found[name] = None
+        by_name[name] = None
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            by_name[name] = metadata.version(name)
+    return by_name
 
 
 def _share(part: float, whole: float) -> float:
-    return round(part / whole, 6) if whole > 0 else 0.0
+    if whole <= 0:
+        return 0.0
+    return round(part / whole, 6)
 
 
 def _readable(count: float) -> str:

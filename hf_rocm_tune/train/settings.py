@@ -79,4 +79,8 @@ Given = TypeVar("Given", TrainerSettings, JobServices)
 
 def with_keywords(given: Given, keywords: dict[str, Any]) -> Given:
     """The same with the fields that are among ``keywords``, which are taken out of it."""
-    return replace(given, **{each.name: keywords.pop(each.name) for each in fields(given) if each.name in keywords})
+    own = {}
+    for setting in fields(given):
+        if setting.name in keywords:
+            own[setting.name] = keywords.pop(setting.name)
+    return replace(given, **own)

@@ -56,30 +56,31 @@ class Damage:
         return {key: getattr(self, key) for key in keys}
 
 
-def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> Damage | None:
-    """Compare bytes; None if they are equal."""
-    assert found.numel() == right.numel(), "both sides have the same size"
-    if torch.equal(found, right):
+def examine(arrived: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> Damage | None:
+    """Compare bytes; None if they are equal. ``earlier``: what was sent before, to tell stale bytes."""
+    assert arrived.numel() == right.numel(), "both sides have the same size"
+    if torch.equal(arrived, right):
         return None
     counts = torch.zeros(5, dtype=torch.int64)
     grains = []
     for start in range(0, right.numel(), _SLAB_BYTES):
         part = slice(start, start + _SLAB_BYTES)
-        difference = found[part] ^ right[part]
+        difference = arrived[part] ^ right[part]
         wrong = difference != 0
         grains.append(functional.pad(wrong, (0, -wrong.numel() % _GRAIN_BYTES)).view(-1, _GRAIN_BYTES).any(1))
         stale = torch.zeros_like(wrong)
         if earlier is not None:
             old = earlier[part]
-            stale[: old.numel()] = found[part][: old.numel()] == old[: wrong.numel()]
-        instead = (found[part] == 0, found[part] == POISON, stale, difference & (difference - 1) == 0)
-        counts += torch.stack([wrong.sum(), *((wrong & kind).sum() for kind in instead)])
+            stale[: old.numel()] = arrived[part][: old.numel()] == old[: wrong.numel()]
+        one_bit = difference & (difference - 1) == 0
+        kinds = (arrived[part] == 0, arrived[part] == POISON, stale, one_bit)
+        counts += torch.stack([wrong.sum(), *((wrong & kind).sum() for kind in kinds)])
     total, zeros, poison, stale_bytes, flips = counts.tolist()
     bad = torch.cat(grains)
     begin = int(bad.int().argmax())
     end = begin + int(torch.cat([bad[begin:], bad.new_zeros(1)]).int().argmin())
     run = slice(begin * _GRAIN_BYTES, end * _GRAIN_BYTES)
-    offsets = (found[run] != right[run]).nonzero()
+    offsets = (arrived[run] != right[run]).nonzero()
     first = run.start + int(offsets[0])
     length = int(offsets[-1] - offsets[0]) + 1
     shown = slice(first, first + min(length, _SHOWN_BYTES))
@@ -93,7 +94,7 @@ def examine(found: Tensor, right: Tensor, *, earlier: Tensor | None = None) -> D
         poison=poison,
         stale=stale_bytes,
         flips=flips,
-        found=bytes(found[shown].tolist()).hex(),
+        found=bytes(arrived[shown].tolist()).hex(),
         right=bytes(right[shown].tolist()).hex(),
     )
 
