@@ -220,16 +220,15 @@ class _Norm:
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
     """Flat parts of gradients of one device, in lists of one dtype and at most `_BUCKET_BYTES` each."""
     buckets: list[list[Tensor]] = []
+    room = 0  # bytes that the last bucket still takes
     for gradient in gradients:
         for part in gradient.reshape(-1).split(_BUCKET_BYTES // gradient.element_size()):
-            if not buckets or not _has_room(buckets[-1], part):
+            if not buckets or buckets[-1][0].dtype != part.dtype or part.nbytes > room:
                 buckets.append([])
+                room = _BUCKET_BYTES
             buckets[-1].append(part)
+            room -= part.nbytes
     return buckets
-
-
-def _has_room(bucket: list[Tensor], part: Tensor) -> bool:
-    return bucket[0].dtype == part.dtype and _bytes([*bucket, part]) <= _BUCKET_BYTES
 
 
 def _square(parts: Sequence[Tensor]) -> Tensor:
@@ -265,4 +264,4 @@ def _adds_in_sequence(device: torch.device) -> bool:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
