@@ -186,8 +186,16 @@ class VerifiedAccelerator(Accelerator):
     def _newest_state(self) -> Path | None:
         """Where upstream loads from without a directory: the checkpoint with the highest number."""
         folder = Path(self.project_dir or ".") / "checkpoints"
-        names = [name for name in os.listdir(folder) if re.search(r"\d+$", name)] if folder.is_dir() else []
-        return folder / max(names, key=lambda name: int(re.findall(r"\d+$", name)[0])) if names else None
+        if not folder.is_dir():
+            return None
+        numbered: dict[int, str] = {}
+        for name in os.listdir(folder):
+            number = re.search(r"\d+$", name)
+            if number:
+                numbered.setdefault(int(number[0]), name)
+        if not numbered:
+            return None
+        return folder / numbered[max(numbered)]
 
 
 class _VerifiedBatches(DataLoaderShard):

@@ -299,15 +299,21 @@ def _dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
         return 0
-    verb, rest = argv[0].removeprefix("--") if argv[0] == "--version" else argv[0], argv[1:]
+    verb, *rest = argv
+    if verb == "--version":
+        verb = "version"
     if verb not in VERBS:
-        nearest = difflib.get_close_matches(_ELSEWHERE.get(verb.replace("-", "").lower(), verb), VERBS, n=1)
+        meant = _ELSEWHERE.get(verb.replace("-", "").lower(), verb)
+        nearest = difflib.get_close_matches(meant, VERBS, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise UsageError(f"unknown verb {verb!r}: {hint}there are {', '.join(VERBS)}")
     return VERBS[verb](rest)
 
 
 def _help() -> str:
-    lines = [f"  {name:<8} {'the same as sft' if name == 'train' else VERBS[name].__doc__}" for name in VERBS]
-    head, end = [f"usage: {PROGRAM} VERB ...", "", "verbs:"], ["", f"`{PROGRAM} VERB --help` describes a verb."]
-    return "\n".join([*head, *lines, *end])
+    lines = [f"usage: {PROGRAM} VERB ...", "", "verbs:"]
+    for name, verb in VERBS.items():
+        meaning = "the same as sft" if name == "train" else verb.__doc__
+        lines.append(f"  {name:<8} {meaning}")
+    lines += ["", f"`{PROGRAM} VERB --help` describes a verb."]
+    return "\n".join(lines)

@@ -101,13 +101,18 @@ class CommandParser(argparse.ArgumentParser):
         """What a mistyped flag or choice was probably meant to be, as a beginning; empty: nothing is near."""
         flag = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         choice = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)$", message)
-        given, known = "", list[str]()
         if flag:
-            given, known = flag[1], re.findall(r"--[a-z]\w*", self.format_help())
+            given = flag[1]
+            known = re.findall(r"--[a-z]\w*", self.format_help())
         elif choice:
-            given, known = _OTHER_WORDS.get(choice[1], choice[1]), re.findall(r"'?([^', ]+)'?", choice[2])
+            given = _OTHER_WORDS.get(choice[1], choice[1])
+            known = re.findall(r"'?([^', ]+)'?", choice[2])
+        else:
+            return ""
         nearest = difflib.get_close_matches(given, known, n=1)
-        return f"did you mean {nearest[0]}? " if nearest else ""
+        if not nearest:
+            return ""
+        return f"did you mean {nearest[0]}? "
 
 
 def checked(kind: Callable[[str], Any], holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:

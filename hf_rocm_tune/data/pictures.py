@@ -317,10 +317,16 @@ def _with_pictures_first(messages: list[Any], count: int) -> list[Any]:
 
 
 def _texts(messages: Sequence[Any]) -> Iterator[str]:
+    """The text of all messages, part by part."""
     for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, list) else [content]:
-            text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(message, Mapping):
+            continue
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        for part in parts:
+            text = part
+            if isinstance(part, Mapping):
+                text = part.get("text")
             if isinstance(text, str):
                 yield text
 

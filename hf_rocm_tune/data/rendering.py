@@ -267,18 +267,22 @@ class _Marks:
 
     def tool(self, tool: Any) -> Any:
         """A marked copy of the description of a tool."""
-        function = tool.get("function") if isinstance(tool, dict) else None
-        inner = function if isinstance(function, dict) else tool
-        if not isinstance(inner, dict):
+        if not isinstance(tool, dict):
             return tool
-        key = "description" if inner.get("description") else "name"
-        if not isinstance(inner.get(key), str):
+        function = tool.get("function")
+        described = function if isinstance(function, dict) else tool
+        key = "description" if described.get("description") else "name"
+        if not isinstance(described.get(key), str):
             return tool
-        inner = {**inner, key: self._insert(inner[key], "the tools are not in the text", False)}
-        return {**tool, "function": inner} if function is not None else inner
+        marked = {**described, key: self._insert(described[key], "the tools are not in the text", False)}
+        if function is None:
+            return marked
+        return {**tool, "function": marked}
 
     def _call(self, call: Any, role: str) -> Any:
-        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(call, dict):
+            return call
+        function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return call
         what = f"tool calls of {role} messages are not in the text", False
@@ -292,9 +296,12 @@ class _Marks:
         if isinstance(arguments, dict):
             mark = self._next(*what)
             arguments = {**arguments, mark: mark}
-            arguments = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
-        new = {**function, "name": self._insert(function["name"], *what), "arguments": arguments}
-        return {**call, "function": new} if "function" in call else {**call, **new}
+            if as_text:
+                arguments = json.dumps(arguments, ensure_ascii=False)
+        marked = {**function, "name": self._insert(function["name"], *what), "arguments": arguments}
+        if "function" in call:
+            return {**call, "function": marked}
+        return {**call, **marked}
 
     def _text(self, text: str, role: str, later: bool) -> str:
         """The text with marks in it, those of thinking apart."""

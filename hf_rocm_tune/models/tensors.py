@@ -64,24 +64,37 @@ class Place(NamedTuple):
 
 
 def places_of(model: nn.Module) -> Iterator[Place]:
-    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
+    """All parameters, then all buffers, then the tensors that quantised parameters have beside their codes."""
+    modules = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        modules.append((prefix, module))
     for prefix, module in modules:
-        held = module.named_parameters(recurse=False, remove_duplicate=False)
-        yield from (Place(prefix + key, module, key) for key, _ in held)
+        for key, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield Place(prefix + key, module, key)
     for prefix, module in modules:
-        kept = module.named_buffers(recurse=False, remove_duplicate=False)
-        yield from (Place(prefix + key, module, key) for key, _ in kept)
+        for key, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield Place(prefix + key, module, key)
     for prefix, module in modules:
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            state, at = getattr(parameter, "quant_state", None), f"{key}.quant_state"
-            if state is None and key == "weight":  # a sharded 4-bit weight keeps it in its layer
-                state, at = getattr(module, "quant_state", None), "quant_state"
-            for suffix in quant_state_of(state):
-                yield Place(f"{prefix}{key}.quant_state.{suffix}", module, f"{at}.{suffix}")
-            for attribute in ("CB", "SCB"):
-                owners = (parameter, getattr(module, "state", None)) if hasattr(parameter, attribute) else ()
-                if any(isinstance(getattr(owner, attribute, None), torch.Tensor) for owner in owners):
-                    yield Place(f"{prefix}{key}.{attribute}", module, f"{key}.{attribute}")
+            yield from _places_beside(prefix, module, key, parameter)
+
+
+def _places_beside(prefix: str, module: nn.Module, key: str, parameter: nn.Parameter) -> Iterator[Place]:
+    """A 4-bit parameter's quantisation state, an 8-bit one's codes and scales."""
+    state = getattr(parameter, "quant_state", None)
+    path = f"{key}.quant_state"
+    if state is None and key == "weight":  # a sharded 4-bit weight keeps it in its layer
+        state = getattr(module, "quant_state", None)
+        path = "quant_state"
+    for suffix in quant_state_of(state):
+        yield Place(f"{prefix}{key}.quant_state.{suffix}", module, f"{path}.{suffix}")
+    for attribute in ("CB", "SCB"):
+        if not hasattr(parameter, attribute):
+            continue
+        owners = (parameter, getattr(module, "state", None))
+        if any(isinstance(getattr(owner, attribute, None), torch.Tensor) for owner in owners):
+            yield Place(f"{prefix}{key}.{attribute}", module, f"{key}.{attribute}")
 
 
 def quant_state_of(state: object) -> Iterator[str]:

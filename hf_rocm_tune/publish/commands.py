@@ -175,11 +175,17 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) 
     with loaded_model(Settings(**vars(wanted)), say) as loaded:
         if not loaded.tokenizer.chat_template and not wanted.raw:
             say(f"the tokenizer of {wanted.model} has no chat template: prompts are taken as plain text")
-        names = {"base": f"base {loaded.base}"} if wanted.compare else {}
+        names = {}  # of the models that answer, by the key of the answer
+        if wanted.compare:
+            names["base"] = f"base {loaded.base}"
         names["completion"] = f"adapter {wanted.model}"
         for number, prompt in enumerate(prompts, start=1):
-            seen = render_pictures(loaded, prompt) if wanted.image or pictured(prompt) else None
-            ids = render(loaded, prompt) if seen is None else seen["input_ids"][0].tolist()
+            seen: dict[str, Any] | None = None
+            if wanted.image or pictured(prompt):
+                seen = render_pictures(loaded, prompt)
+                ids = seen["input_ids"][0].tolist()
+            else:
+                ids = render(loaded, prompt)
             row: dict[str, Any] = {"prompt": prompt, "prompt_tokens": len(ids)}
             if len(prompts) > 1 and not as_json:
                 print(f"=== prompt {number} of {len(prompts)}", flush=True)
@@ -187,7 +193,10 @@ def generate(wanted: argparse.Namespace, prepare: Callable[[str | None], None]) 
                 if wanted.compare and not as_json:
                     print(f"--- {name}", flush=True)
                 with loaded.model.disable_adapter() if key == "base" else nullcontext():
-                    given = answer(loaded, ids, seen=seen) if as_json else _stream(loaded, ids, [], seen)
+                    if as_json:
+                        given = answer(loaded, ids, seen=seen)
+                    else:
+                        given = _stream(loaded, ids, [], seen)
                 row |= {key: given.text, "tokens": given.tokens, "complete": given.complete}
             if as_json:
                 print(json.dumps(row, ensure_ascii=False), flush=True)

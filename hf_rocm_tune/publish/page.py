@@ -272,10 +272,16 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 22, 24
 
 def _drawing(panel: Panel) -> dict[str, Any]:
     """What the template draws: lines, ticks, and strips that show the values of a step."""
-    known = {label: {at: v for at, v in points if not math.isnan(v)} for label, points in panel.curves.items()}
-    values = [value for points in known.values() for value in points.values()]
-    steps = sorted({step for points in panel.curves.values() for step, _ in points})
-    first, final = steps[0], max(steps[-1], steps[0] + 1)
+    known: dict[str, dict[float, float]] = {}  # of each curve the values that are numbers, by step
+    values: list[float] = []
+    all_steps: set[float] = set()
+    for label, curve in panel.curves.items():
+        known[label] = {step: value for step, value in curve if not math.isnan(value)}
+        values += known[label].values()
+        all_steps |= {step for step, _ in curve}
+    steps = sorted(all_steps)
+    first = steps[0]
+    final = max(steps[-1], first + 1)
     low, high = min(values), max(values)
     margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = low - margin, high + margin
@@ -287,9 +293,16 @@ def _drawing(panel: Panel) -> dict[str, Any]:
         return round(_HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM), 1)
 
     def line(points: Sequence[Point]) -> str:
-        """Gaps are moves of the pen."""
-        drawn = ["" if math.isnan(value) else f"{across(step)} {up(value)}" for step, value in points]
-        return "".join(f"{'L' if before else 'M'}{at}" for before, at in pairwise(["", *drawn]) if at)
+        """The path of a curve: the pen is moved over gaps, and draws to all other points."""
+        path = ""
+        pen_is_down = False
+        for step, value in points:
+            if math.isnan(value):
+                pen_is_down = False
+                continue
+            path += f"{'L' if pen_is_down else 'M'}{across(step)} {up(value)}"
+            pen_is_down = True
+        return path
 
     shown = steps[:: 1 + len(steps) // _MOST_STEPS]
     middles = [round((across(a) + across(b)) / 2, 1) for a, b in pairwise(shown)]

@@ -229,16 +229,20 @@ class Mover:
         """
         where = in_file(source)
         target, source = plain(target), plain(source)
-        order = memory_order(target)
-        in_a_row = target.detach() if order is None else target.detach().permute(order)
         sent = _as_copied(source, target)
-        sent = dense(sent if order is None else sent.permute(order))
-        exact = where is not None and sent.data_ptr() == source.data_ptr()
-        name = where.tensor if where is not None else described(target, origin)
-        segment = Segment(name, sent, 0, where.file if where is not None else None)
+        in_a_row: Tensor | None = None  # the target, where its elements are next to each other in memory
+        order = memory_order(target)
+        if order is not None:
+            in_a_row = target.detach().permute(order)
+            sent = sent.permute(order)
+        sent = dense(sent)
+        if where is None:
+            segment = Segment(described(target, origin), sent, 0, None)
+        else:
+            segment = Segment(where.tensor, sent, 0, where.file)
         transfer = self._new_transfer(stage or self._copies_stage, [segment], sent)
         transfer.origin = origin
-        if order is None:
+        if in_a_row is None:
             buffer = self._backend.allocate(transfer.nbytes, long_lived=True)
         else:
             buffer = as_bytes(in_a_row)
@@ -246,11 +250,12 @@ class Mover:
         self._sender.send(transfer, buffer, self._verifier.route, attempt=0)
         segment.digest = transfer.expected
         self._finish(transfer, buffer)
-        if order is None:
+        if in_a_row is None:
             target.copy_(typed_view(buffer, 0, target.dtype, target.shape))
         if where is not None and transfer.verify:
-            self.read_from(where.file, where.tensor, transfer.expected if exact else digest(source))
-        self._record_delivered(target, transfer, in_a_row if order is not None else None)
+            is_as_in_file = sent.data_ptr() == source.data_ptr()
+            self.read_from(where.file, where.tensor, transfer.expected if is_as_in_file else digest(source))
+        self._record_delivered(target, transfer, in_a_row)
 
     def _record_delivered(self, target: Tensor, transfer: Transfer, whole: Tensor | None) -> None:
         if not transfer.verify:

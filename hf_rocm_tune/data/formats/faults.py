@@ -174,8 +174,12 @@ def _are_parts(content: Any) -> bool:
 
 
 def _object_in_words(value: Any, layout: FormatInfo) -> str:
-    keys = [f"'{key}'" for key in value if value[key] is not None] if isinstance(value, dict) else []
-    return f"an object with {', '.join(keys)}" if keys else _named(value, layout)
+    keys = []
+    if isinstance(value, dict):
+        keys = [f"'{key}'" for key in value if value[key] is not None]
+    if not keys:
+        return _named(value, layout)
+    return f"an object with {', '.join(keys)}"
 
 
 def _fault_in_calls(calls: Any) -> str | None:
