@@ -294,7 +294,7 @@ class LearningRates:
     embeddings: float | None = None  # of fully trained embeddings and output head, absolute
 
     def split(self, model: Any, optimizer: Any) -> None:
-        """Moves those parameters into groups of their own, after the others, with the same options."""
+        """Moves the parameters with other rates into groups of their own, after the others, with the same options."""
         trained = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
         rates: dict[int, float] = {}  # of a parameter, by its id
         if self.embeddings is not None:

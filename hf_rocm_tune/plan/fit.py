@@ -403,7 +403,7 @@ def _grid_on_card(
             raise
         grid += options.values()
         if request.mixes and request.checkpointing is None and True in options:
-            room = _room_of_a_mix(options.get(False), options[True], card)
+            room = _room_for_mix(options.get(False), options[True], card)
             if room is not None and recordings.mixes:
                 grid += _best_mix(variant, case, card, layers, room)
         if not all_sizes:
@@ -439,10 +439,11 @@ def _checkpointing_settings(recordings: Recordings, request: PlanRequest) -> lis
     return settings
 
 
-def _room_of_a_mix(kept: Estimate | None, recomputed: Estimate, card: CardMemory) -> float | None:
-    """Of the bytes that a choice should leave, the most that recomputing all layers leaves and recomputing none not.
+def _room_for_mix(kept: Estimate | None, recomputed: Estimate, card: CardMemory) -> float | None:
+    """How many bytes a mix of recomputation should leave: what the case does with checkpointing and does not without.
 
-    None: there is no such number, and a mix is of no use. ``kept``: without checkpointing; None: certain not to fit.
+    ``kept``: without checkpointing; None: it is certain not to fit. ``recomputed``: with it. None: either both or none
+    leave what a choice should, and no mix is of use.
     """
     for room in card.rooms:
         if recomputed.spare >= room and (kept is None or kept.spare < room):
@@ -451,7 +452,8 @@ def _room_of_a_mix(kept: Estimate | None, recomputed: Estimate, card: CardMemory
 
 
 def _is_hopeless(option: Estimate, variant: Variant) -> bool:
-    """Whether no larger micro-batch can fit: it may need no gradients beside those of earlier ones, but all else."""
+    """Whether no larger micro-batch can fit: this one lacks more than its gradients, and those are all that a larger
+    one may save, where it is the only one of a step and has none to add to."""
     return -option.spare > variant.weights.gradients
 
 

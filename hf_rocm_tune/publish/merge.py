@@ -344,7 +344,7 @@ def _texts(base: Path, adapter: Adapter, config: Any, *, trust_remote_code: bool
     if len(tokenizers) == 2:
         for key, value in vocabulary.changed_roles(*tokenizers).items():
             setattr(text_config, key, value)
-    tokenizer = None  # of what generates
+    tokenizer = None  # whose end tokens the generation settings must have; a reward model writes no text
     if tokenizers and not adapter.is_reward:
         tokenizer = tokenizers[-1]
     ends = getattr(text_config, "eos_token_id", None)  # not every configuration has one: CPM-Ant's

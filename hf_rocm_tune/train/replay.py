@@ -202,7 +202,8 @@ class Replays:
     # ---- one process: the real turn is compared -----------------------------------------------------------------
 
     def compare(self, model: nn.Module, loss: Tensor, *, again: bool = False) -> None:
-        """After the first micro-step of a step, and of one that is computed ``again``."""
+        """After the first micro-step of a step that was rehearsed, and of each repetition (``again``): compare its
+        outcome with the earlier ones."""
         is_compared = self._is_wrong if again else self._is_awaited
         if not is_compared:
             return
@@ -216,15 +217,15 @@ class Replays:
                 text = "the step was computed again, and equals an earlier one"
                 self._record_incident("gradients", "transient", "recovered", text)
         elif len(self._results) == _RUNS:
-            agrees = self._is_nondeterminism([self._results])
+            agrees = self._accept_as_nondeterminism([self._results])
         self._is_wrong = not agrees
 
-    def _is_nondeterminism(self, rows: list[list[Figures]]) -> bool:
-        """Whether the differences within each row are small enough for kernels that are not deterministic: then they
-        set the bound for all that is compared later."""
+    def _accept_as_nondeterminism(self, groups: list[list[Figures]]) -> bool:
+        """Take the kernels for not deterministic, if the results of each group, which should be equal, differ little
+        enough: how far they lie apart sets the bound within which all later ones are compared. False: too far."""
         spread = 0.0
-        for row in rows:
-            for result, other in itertools.permutations(row, 2):
+        for results in groups:
+            for result, other in itertools.permutations(results, 2):
                 spread = max(spread, result.distance(other))
         # Neither a CPU nor a card that has given the same bits twice gives others without a fault.
         if spread > self._most_spread or self.deterministic or self._trainer.mover.device.type == "cpu":
@@ -295,7 +296,7 @@ class Replays:
         runs: list[list[Figures]] = []  # of each run the figures of all ranks
         while not runs or not self._all_equal(runs[-1]):
             if len(runs) == _RUNS:
-                if self._is_nondeterminism(runs):
+                if self._accept_as_nondeterminism(runs):
                     return
                 text = f"the cards differ each time: {_steadiness(runs)}"
                 self._record_incident("gradients", "repeatable", "stopped", text)

@@ -308,9 +308,15 @@ class LayerDifference(NamedTuple):
 
 
 def compare(name: str, computed: Tensor, exact: Tensor, rounded: Sequence[Tensor], largest: float) -> LayerDifference:
-    """``computed``: on the device; ``exact``: in float32 on the host; ``rounded``: the same, rounded at random.
+    """How far a tensor of the device lies from the host's, over what rounding explains: all of it, its worst row, and
+    how much larger or smaller it is as a whole.
 
-    ``largest``: number of the device's dtype; near it a tensor is not judged.
+    Args:
+        name: of the tensor, in the result.
+        computed: on the device.
+        exact: in float32 on the host.
+        rounded: the same, rounded at random in each of several runs; how far these lie from it is the noise.
+        largest: number of the device's dtype; near it a tensor is not judged.
     """
     columns = max(exact.numel(), 1)
     if exact.dim() > 1:
