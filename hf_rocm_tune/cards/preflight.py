@@ -77,17 +77,18 @@ class Trial:
 
     @property
     def reason(self) -> str:
+        """The decisive outcome in words."""
         number, outcome = self._decisive
-        several = len(self.outcomes) > 1
-        who = f"rank {number}" if several else "the trial"
+        ranks = len(self.outcomes)
         if outcome.result is None:
+            who = f"rank {number}" if ranks > 1 else "the trial"
             return f"{self.subject}: {who} {outcome.how}"
         wrong, cases = outcome.result["wrong"], outcome.result["cases"]
         if not wrong:
-            where = f" on {len(self.outcomes)} ranks" if several else ""
+            where = f" on {ranks} ranks" if ranks > 1 else ""
             return f"{self.subject}: {cases} {self.what} right{where}"
         first = outcome.result["problems"][0]["case"]
-        where = f"{who}: " if several else ""
+        where = f"rank {number}: " if ranks > 1 else ""
         return f"{self.subject}: {where}{wrong} of {cases} {self.what} wrong, the first: {first}"
 
     def describe(self) -> str:

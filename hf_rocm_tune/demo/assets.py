@@ -61,7 +61,9 @@ def prepare(
 ) -> Assets:
     """Create the assets unless they exist. The folder is renamed into place when it is complete."""
     recipe = recipe or BaseRecipe()
-    assets, stamp, wanted = Assets(folder / "model", folder / "data"), folder / "recipe.json", json.dumps(vars(recipe))
+    assets = Assets(folder / "model", folder / "data")
+    stamp = folder / "recipe.json"
+    wanted = json.dumps(vars(recipe))
     if folder.exists() and not stamp.exists():
         raise UsageError(f"{folder} exists and was not created by the demo: choose another --output_dir")
     if not fresh and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:

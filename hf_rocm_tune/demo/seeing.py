@@ -31,7 +31,8 @@ _TEMPLATE = (
 
 def prepare(folder: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
     """Create the model unless it exists; its tokenizer is trained on the texts. Returns its directory."""
-    stamp, wanted = folder / "recipe.json", json.dumps({"seed": seed, "texts": sorted(set(texts))})
+    stamp = folder / "recipe.json"
+    wanted = json.dumps({"seed": seed, "texts": sorted(set(texts))})
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return folder
     import torch

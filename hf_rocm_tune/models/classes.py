@@ -23,9 +23,10 @@ def architecture_of(config: PreTrainedConfig) -> Any:
 def auto_class(config: PreTrainedConfig) -> Any:
     """The auto class that the model's own code is for; None: it names none of those that are trained."""
     remote = getattr(config, "auto_map", None) or {}
-    names = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
-    name = next((name for name in names if name in remote), None)
-    return None if name is None else getattr(transformers, name)
+    for name in ("AutoModelForImageTextToText", "AutoModelForCausalLM"):
+        if name in remote:
+            return getattr(transformers, name)
+    return None
 
 
 def model_class(config: PreTrainedConfig) -> Any:

@@ -216,18 +216,24 @@ def host_weight(
     ``dtype``: to which a weight that is not quantised is rounded; ``copy``: gives a host copy of a tensor.
     """
     weight = module.weight
-    state, scales = getattr(weight, "quant_state", None), getattr(module, "state", None)
+    state = getattr(weight, "quant_state", None)
+    state_of_8_bit = getattr(module, "state", None)
     if state is not None:
         rows, columns = state.shape
         yield from rows_of_4_bit(copy(weight), state, copy, _parts(rows, columns, multiple=state.blocksize))
-    elif scales is not None:
-        rows = scales.CB if scales.CB is not None else weight.CB
-        scale = copy(scales.SCB if scales.SCB is not None else weight.SCB).float()[:, None] / 127
-        held = copy(rows)
-        yield from ((part, held[part].float() * scale[part]) for part in _parts(*held.shape))
+    elif state_of_8_bit is not None:
+        holder = state_of_8_bit if state_of_8_bit.SCB is not None else weight
+        scale = copy(holder.SCB).float()[:, None] / 127
+        holder = state_of_8_bit if state_of_8_bit.CB is not None else weight
+        codes = copy(holder.CB)
+        for part in _parts(*codes.shape):
+            yield part, codes[part].float() * scale[part]
     else:
-        held = copy(weight).T if isinstance(module, Conv1D) else copy(weight)
-        yield from ((part, held[part].to(dtype).float()) for part in _parts(*held.shape))
+        whole = copy(weight)
+        if isinstance(module, Conv1D):
+            whole = whole.T
+        for part in _parts(*whole.shape):
+            yield part, whole[part].to(dtype).float()
 
 
 def _parts(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
@@ -244,7 +250,9 @@ def rows_of_4_bit(
     Two values a byte, the first in the high bits: code[value] * scale of its block; the layout of bitsandbytes.
     """
     columns = state.shape[-1]
-    data, code, size = packed.flatten().view(torch.uint8), copy(state.code).float(), state.blocksize
+    data = packed.flatten().view(torch.uint8)
+    code = copy(state.code).float()
+    size = state.blocksize
     scales = copy(state.absmax)
     if state.nested:
         inner = state.state2

@@ -24,9 +24,11 @@ Levels: TypeAlias = "dict[tuple[str, int], Floats]"
 T = TypeVar("T")
 
 GIB = 1 << 30
-# Assumed, not measured on a 7900 XT: memory of the runtime before the first tensor, kernels and workspaces included;
-# share of temporary memory that the caching allocator cannot reuse, and a minimum; a desktop session on the card.
-CONTEXT_BYTES, SLACK_SHARE, SLACK_FLOOR, DESKTOP_BYTES = GIB // 2, 0.05, GIB // 10, GIB
+# Assumed, not measured on a 7900 XT:
+CONTEXT_BYTES = GIB // 2  # of the runtime before the first tensor, kernels and workspaces included
+DESKTOP_BYTES = GIB  # of a desktop session on the card
+SLACK_SHARE = 0.05  # of temporary memory: what the caching allocator cannot reuse
+SLACK_FLOOR = GIB // 10  # the least of it
 #: A case that leaves less is called tight. Reserved minus allocated memory plus the context was 0.5 to 1.8 GiB on T4s
 #: (fitcheck), the context alone 612 MiB on a B200 (unsloth#8669), more than is assumed here.
 TIGHT = 7 * GIB // 10
@@ -36,9 +38,9 @@ ROOM = 2 * GIB
 #: Assumed: bytes a second from host memory to the card over PCIe 4.0 x8, the link of two cards on most AM5 boards, each
 #: byte packed by the processor before; on x16, 28 to 29e9 were measured (ROCm/ROCm#2253).
 LINK = 13e9
-# An operation reads about twice what it writes. Assumed: seconds per kernel launch, Python's share included; share of
-# the data sheet's bandwidth that a kernel reaches.
-MOVED_PER_WRITTEN, LAUNCH, BANDWIDTH_SHARE = 3.0, 10e-6, 0.8
+MOVED_PER_WRITTEN = 3.0  # bytes: an operation reads about twice what it writes
+LAUNCH = 10e-6  # assumed: seconds of a kernel launch, Python's share included
+BANDWIDTH_SHARE = 0.8  # assumed: of the data sheet's bandwidth, what a kernel reaches
 #: Estimates of speed that differ by less count as equal; their bounds are far wider (`Rates`).
 NEAR = 0.05
 #: A mix of recomputation fills the card; it must be estimated to be faster than what else fits by this share.
@@ -739,8 +741,10 @@ def little_room(spare: float, card: CardMemory) -> str | None:
     )
 
 
-# Assumed: system and desktop session; Python, torch, ROCm runtime and kernels of one process; one data loader worker.
-SYSTEM_BYTES, PROCESS_BYTES, WORKER_BYTES = 5 * GIB // 2, 3 * GIB, GIB // 2
+# Assumed, of the host's memory:
+SYSTEM_BYTES = 5 * GIB // 2  # system and desktop session
+PROCESS_BYTES = 3 * GIB  # Python, torch, ROCm runtime and kernels of one process
+WORKER_BYTES = GIB // 2  # one data loader worker
 #: The page-locked ring of the verified transfer: 4 slots of 32 MiB (``transfer/staging.py``).
 RING_BYTES = 4 * 32 * (1 << 20)
 

@@ -143,8 +143,11 @@ class StepFaults:
 
     def describe(self, counted: Mapping[str, int]) -> dict[str, Any] | None:
         """The specification and the counts of all ranks; None when no rank was asked to inject faults."""
-        asked = {} if self._spec is None else dataclasses.asdict(self._spec)
-        return {**asked, **counted} if asked or any(counted.values()) else None
+        if self._spec is not None:
+            return {**dataclasses.asdict(self._spec), **counted}
+        if any(counted.values()):
+            return dict(counted)
+        return None
 
     @contextmanager
     def during(self, model: nn.Module, *, step: int, rows: int) -> Iterator[None]:
@@ -155,12 +158,19 @@ class StepFaults:
             return
         self._seen += 1
         chooser = random.Random(f"{spec.seed} {self._seen}")
-        chance, half, where = chooser.random(), chooser.random(), chooser.random()
+        chance = chooser.random()
+        half = chooser.random()
+        where = chooser.random()
         if chance >= spec.rate or (spec.count is not None and self._injected >= spec.count):
             yield
             return
-        forward = spec.kind == "oom" and (spec.where or ("forward" if half < 0.5 else "backward")) == "forward"
-        layers = next((list(one) for one in model.modules() if isinstance(one, nn.ModuleList) and len(one)), [model])
+        drawn_pass = "forward" if half < 0.5 else "backward"
+        forward = spec.kind == "oom" and (spec.where or drawn_pass) == "forward"
+        layers: list[nn.Module] = [model]
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList) and len(module):
+                layers = list(module)
+                break
         handle = layers[int(where * len(layers))].register_forward_hook(partial(self._in_layer, spec.kind, forward))
         try:
             yield

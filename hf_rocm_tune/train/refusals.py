@@ -107,7 +107,8 @@ def _name_of(model: Any) -> str:
 
 def _said(error: Exception, packages: Collection[str]) -> str | None:
     """The message of an error that is the user's to mend; None: it is a bug."""
-    text, frames = " ".join(str(error).split()), [frame for frame, _ in walk_tb(error.__traceback__)]
+    text = " ".join(str(error).split())
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     in_template = any(frame.f_code.co_filename == "<template>" for frame in frames)
     if isinstance(error, TemplateError) or (isinstance(error, TypeError) and in_template):
         fix = "change the rows, or give another template with --chat_template_path"

@@ -351,9 +351,15 @@ class SentinelCallback(TrainerCallback):
         return rates
 
     def _live_rates(self) -> list[dict[str, Any]]:
-        groups = self._optimizer.param_groups if self._optimizer is not None else ()
-        state = self._scheduler.state_dict() if hasattr(self._scheduler, "state_dict") else {}
-        return [*groups, state]
+        """The settings of the optimizer's groups, and the scheduler's state."""
+        rates: list[dict[str, Any]] = []
+        if self._optimizer is not None:
+            rates += self._optimizer.param_groups
+        state: dict[str, Any] = {}
+        if hasattr(self._scheduler, "state_dict"):
+            state = self._scheduler.state_dict()
+        rates.append(state)
+        return rates
 
     def _differ(self, rates: list[dict[str, Any]]) -> bool:
         """Whether the rates are others than those that were read; compared where they are, without another copy."""

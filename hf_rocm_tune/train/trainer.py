@@ -866,8 +866,10 @@ class VerifiedTransferMixin(_Base):
 
     def _loss_scale(self) -> Tensor | None:
         """What fp16's scaler has multiplied gradients with, shape []; None without one. It stays on the device."""
-        scaler = self.accelerator.scaler if self.accelerator.mixed_precision == "fp16" else None
-        return None if scaler is None else scaler.scale(torch.ones((), device=self.args.device))
+        accelerator = self.accelerator
+        if accelerator.mixed_precision != "fp16" or accelerator.scaler is None:
+            return None
+        return accelerator.scaler.scale(torch.ones((), device=self.args.device))
 
     def _require_settings(self) -> None:
         """Refuse a step whose LoRA layers have other settings than before. What a callback sets is taken for right."""

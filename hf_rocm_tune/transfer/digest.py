@@ -491,10 +491,14 @@ class NativeSums:
         self._threads = min(THREADS, len(os.sched_getaffinity(0)))
 
     def __call__(self, flat: Tensor, index: int, copy_to: Tensor | None = None) -> tuple[int, int]:
-        result, copy, threads, nbytes = _TwoSums(), None, 1, flat.numel()
+        result = _TwoSums()
+        nbytes = flat.numel()
+        copy: int | None = None
+        threads = 1
         if copy_to is not None:
             assert copy_to.numel() == nbytes
-            copy, threads = copy_to.data_ptr(), min(self._threads, nbytes // BYTES_A_THREAD)
+            copy = copy_to.data_ptr()
+            threads = min(self._threads, nbytes // BYTES_A_THREAD)
         self._function(flat.data_ptr(), copy, nbytes, index, self._table.data_ptr(), threads, result)
         return result[0], result[1]
 
