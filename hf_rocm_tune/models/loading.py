@@ -14,14 +14,17 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, device_shortage, shortage_in
@@ -38,9 +41,9 @@ from hf_rocm_tune.models.placement import (
 )
 from hf_rocm_tune.models.quantised import cast_targets, linear_in_name_only
 from hf_rocm_tune.models.streamed import Streamed
-from hf_rocm_tune.models.streaming import leave_device
+from hf_rocm_tune.models.streaming import leave_device, streamer_of
 from hf_rocm_tune.models.tensors import places_of, tensors_of
-from hf_rocm_tune.transfer import digest
+from hf_rocm_tune.transfer import QueuedDigests, digest
 from hf_rocm_tune.transfer.mapped import in_file
 from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 
@@ -92,7 +95,11 @@ def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Move
     is_left_out = _left_out(model, unexpected)
     is_converted = _converted(model)
     live = {file_name(name): tensor for name, tensor in tensors_of(model)}
+    streamer = streamer_of(model)
+    if streamer is not None:
+        live |= {file_name(name): tensor for name, tensor in streamer.read_apart()}
     read = {(os.path.realpath(file), name): known for (file, name), known in mover.loaded.items()}
+    converted: dict[str, tuple[Path, Tensor]] = {}  # by names in the files, what the load fused or renamed on the host
     for file in files_of(model)[0]:
         where = os.path.realpath(file)
         for name, held in MappedFile(file).tensors.items():
@@ -101,8 +108,13 @@ def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Move
             seen = read.get((where, name), set())
             if not seen:
                 mover.read_from(os.fspath(file), name, digest(held))
-            if as_loaded and name in live and not is_converted(name):
-                _require_as_in_file(file, name, held, live[name], seen, mover)
+            if name in live and not is_converted(name):
+                if as_loaded:
+                    _require_as_in_file(file, name, held, live[name], seen, mover)
+            elif not seen:
+                converted[name] = file, held
+    if as_loaded and converted:
+        _require_as_converted(model, converted, live)
 
 
 def _require_as_in_file(
@@ -115,22 +127,83 @@ def _require_as_in_file(
     Raises:
         CorruptionError: what was loaded is something else.
     """
-    if hasattr(loaded, "quant_state") and loaded.device.type == "cpu":
-        again = quantised_again(name, loaded, held, mover).get(name)
-        if again is not None:  # a change since it was quantised is found where frozen weights are watched
-            mover.mark_derived(loaded, QUANTISED, digest=digest(again))
+    if hasattr(loaded, "quant_state") or hasattr(loaded, "CB"):
+        _require_as_quantised(file, name, held, loaded, seen, mover)
         return
-    if loaded.shape != held.shape or not loaded.is_floating_point() or hasattr(loaded, "quant_state"):
+    if loaded.shape != held.shape or not loaded.is_floating_point():
         return
     known = mover.digest_of(loaded)  # of when it was verified: later changes are no fault of the reading
     if known is None and loaded.device.type == "cpu":
         known = digest(loaded.detach())
     if known is not None and known not in seen and known != digest(held.to(loaded.dtype)):
-        raise CorruptionError(
-            f"model file {file}: {name} was loaded from it with other bytes than another reading gave: a read from the "
-            "disk or from the page cache was wrong. It was not used: start the same command again; if it happens "
-            "again, test this machine's memory"
-        )
+        raise _misread(file, name)
+
+
+def _require_as_converted(
+    model: nn.Module, converted: Mapping[str, tuple[Path, Tensor]], live: Mapping[str, Tensor]
+) -> None:
+    """Compare tensors that transformers renamed or fused with the file's, converted back as a save does it.
+
+    One layer at a time: a fused tensor is copied for it. What a quantisation has packed is not compared.
+
+    Raises:
+        CorruptionError: another tensor was loaded.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    dense: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by layer
+    for name, tensor in live.items():
+        is_packed = hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
+        if tensor.is_floating_point() and not is_packed and ".quant_state." not in name:
+            dense[_LAYER.match(name)[0]][name] = tensor.detach()  # type: ignore[index]
+    for of_layer in dense.values():
+        try:
+            as_saved = revert_weight_conversion(base, of_layer)
+        except NotImplementedError:  # a checkpoint that was saved quantised has conversions without a way back
+            return
+        for name, tensor in as_saved.items():
+            if name not in converted:
+                continue
+            file, held = converted[name]
+            loaded = tensor.clone(memory_format=torch.contiguous_format)
+            (found,) = QueuedDigests([storage_bytes(loaded)]).confirmed()
+            if loaded.shape == held.shape and found != digest(held.to(loaded.dtype)):
+                raise _misread(file, name)
+
+
+def _require_as_quantised(
+    file: Path, name: str, held: Tensor, loaded: Tensor, seen: Collection[Digest], mover: Mover
+) -> None:
+    """Compare a weight of 4 or 8 bits with the file's, quantised again on its device.
+
+    On a card only what was no part of the mapped file as it crossed: the rest is compared with the file by ``seen``.
+
+    Raises:
+        CorruptionError: another tensor was quantised.
+    """
+    on_card = loaded.device.type != "cpu"
+    if on_card and seen:
+        return
+    again = quantised_again(name, loaded, held, mover).get(name)
+    if again is None:
+        return
+    if on_card:
+        expected, found = QueuedDigests([storage_bytes(again), storage_bytes(loaded)]).confirmed()
+        if expected != found:
+            raise _misread(file, name)
+    else:  # a change since it was quantised is found where frozen weights are watched
+        mover.mark_derived(loaded, QUANTISED, digest=digest(again))
+
+
+_LAYER = re.compile(r"(.*?\.\d+\.)?")
+"""Of a tensor's name what names its layer; empty outside of layers."""
+
+
+def _misread(file: Path, name: str) -> CorruptionError:
+    return CorruptionError(
+        f"model file {file}: {name} was loaded from it with other bytes than another reading gave: a read from the "
+        "disk or from the page cache was wrong. It was not used: start the same command again; if it happens again, "
+        "test this machine's memory"
+    )
 
 
 def _converted(model: nn.Module) -> Callable[[str], bool]:

@@ -235,6 +235,16 @@ class Streamer:
                 return again
         raise MemoryFaultError(f"streamed weights changed in host memory: {segment.name}", ADVICE)
 
+    def read_apart(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and host memory of streamed tensors that are no part of a mapped file.
+
+        Nothing else compares them with the file: what crosses is compared with them.
+        """
+        for content in self.contents:
+            for segment in content.segments:
+                if segment.file is None:
+                    yield segment.name, segment.source
+
     def check(self) -> None:
         """Compare what the buffers hold with what arrived; part of the check before a save."""
         for sent, buffer in zip(self._sent, self.buffers, strict=True):

@@ -192,11 +192,11 @@ def _host_model(rng: random.Random, step: int, tell: Tell) -> None:
 
 
 class _Reader:
-    """A reader of safetensors that returns one tensor with a flipped bit."""
+    """A reader of safetensors that returns one tensor, whose name contains ``tensor``, with a flipped bit."""
 
-    def __init__(self, opened: Any, rng: random.Random, tell: Tell) -> None:
+    def __init__(self, opened: Any, rng: random.Random, tell: Tell, tensor: str) -> None:
         self._opened, self._rng, self._tell = opened, rng, tell
-        self._victim = rng.choice(sorted(opened.keys()))
+        self._victim = rng.choice([name for name in sorted(opened.keys()) if tensor in name])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._opened, name)
@@ -230,7 +230,7 @@ class _Slice:
         return self._reader.get_tensor(self._name)[index]
 
 
-def _misreading(rng: random.Random, step: int, tell: Tell, directory: str, nth: int = 1) -> None:
+def _misreading(rng: random.Random, step: int, tell: Tell, directory: str, nth: int = 1, tensor: str = "") -> None:
     """The reader returns other bytes than the weight files of a directory have, when they are opened the n-th time."""
     del step
     from transformers import modeling_utils
@@ -241,7 +241,7 @@ def _misreading(rng: random.Random, step: int, tell: Tell, directory: str, nth: 
         def wrapped(filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> Any:
             found = stock(filename, framework, device=device, backend=backend)
             opened[0] += str(filename).startswith(directory)
-            return _Reader(found, rng, tell) if opened[0] == nth else found
+            return _Reader(found, rng, tell, tensor) if opened[0] == nth else found
 
         return wrapped
 

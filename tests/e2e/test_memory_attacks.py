@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.train.report import closing_line
 from tests.e2e.command import CommandServer, Result
-from tests.e2e.conftest import ADAPTER, Job, MakeJob, assert_covered, done, report_of
+from tests.e2e.conftest import ADAPTER, Job, MakeJob, assert_covered, done, report_of, sampled
 from tests.e2e.test_methods import rows_of
 from tests.e2e.test_ranks import FSDP2
 
@@ -269,6 +269,29 @@ def test_what_the_reader_of_weight_files_returns_is_not_used(bench: Bench, metho
         assert not (output / ADAPTER).exists()
     else:
         assert result.code == 0 and weights_of(output) == clean, result.stderr[-2000:]
+
+
+MISREAD: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "experts": ("qwen3_moe", False, {}),
+    "streamed": ("llama3", True, {"stream_weights": 2}),
+    "4 bits": ("llama3", True, {"load_in_4bit": True}),
+    "8 bits": ("llama3", True, {"load_in_8bit": True}),
+}
+"""Architecture, whether on the simulated card, and flags: what was read is fused, waits on the host, is quantised."""
+
+
+@pytest.mark.parametrize("way", sampled(MISREAD, "experts", "streamed"))
+def test_a_matrix_that_was_misread_is_not_used_in_whatever_form_it_is_kept(
+    make_job: MakeJob, server: CommandServer, card_server: CommandServer, tmp_path: Path, way: str
+) -> None:
+    arch, on_card, settings = MISREAD[way]
+    job = make_job(f"misread {way}", arch=arch, server=card_server if on_card else server, max_steps=1, doctor="off")
+    attack = {"kind": "misreading", "directory": str(job.settings["model_name_or_path"]), "log": str(tmp_path / "log")}
+    attack |= {"seed": 3, "tensor": "layers.1.mlp.experts.1.up_proj" if way == "experts" else "layers.1.mlp.up_proj"}
+    ended = job.run(tmp_path / "out", env={"MEMORY_ATTACK": json.dumps(attack)}, **settings)
+    assert (tmp_path / "log").exists() and ended.code == 3, ended.stderr[-2000:]
+    assert f"{attack['tensor']}.weight was loaded from it with other bytes" in ended.error_lines[0]
+    assert not (tmp_path / "out" / ADAPTER).exists()
 
 
 WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
