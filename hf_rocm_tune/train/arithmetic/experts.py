@@ -7,7 +7,7 @@ weights, but sums over the ranks in place of its own products.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ _MULTIPLY = {
 }  # fmt: skip
 
 
+class _OwnOperand(NamedTuple):
+    """An argument of a multiplication that is a weight of the module."""
+
+    position: int  # 0 or 1
+    layer: Product
+    added: AdapterSum | None
+    row_experts: Tensor | None  # of each row; None: as the module has chosen, or no mixture
+
+
 class ProductsWithin(TorchFunctionMode):
     """Within a module's forward: products with its weights are checked, whichever function computes them.
 
@@ -36,9 +45,10 @@ class ProductsWithin(TorchFunctionMode):
 
     def __init__(self, layers: Sequence[Product], after_forward: AfterForward) -> None:
         super().__init__()
-        self._layers, self._after_forward = layers, after_forward
-        self._weights: dict[int, tuple[Tensor, Product, AdapterSum | None]] = {}
-        self._chosen = torch.empty(0)
+        self._layers = layers
+        self._after_forward = after_forward
+        self._weights: dict[int, tuple[Tensor, Product, AdapterSum | None]] = {}  # by their address
+        self._chosen = torch.empty(0)  # experts of each token, flat
 
     def begin(self, module: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Before ``module(hidden)``, or ``module(hidden, chosen experts [tokens, experts], their weights)``."""
@@ -67,26 +77,22 @@ class ProductsWithin(TorchFunctionMode):
             return picked
         if func not in _MULTIPLY:
             return func(*args, **kwargs)
-        for at in range(2):
-            weight = args[1 - at]
-            known, row_experts = getattr(weight, "of_experts", (weight.data_ptr(), None))
-            _, layer, added = self._weights.get(known, (None, None, None))
-            if layer is not None and (
-                row_experts is not None or weight.dim() == 3 or func is experts.multiply or layer.cut
-            ):
-                break
-        else:
+        own = self._own_operand(func, args)
+        if own is None:
             return func(*args, **kwargs)
         bias = None
         if func is functional.linear and len(args) > 2:
             bias = args[2]
+        layer = own.layer
         if bias is not None and layer.experts:
             return func(*args, **kwargs)
-        x, before, after = args[at], args[:at], args[at + 1 :]
+        at = 1 - own.position
+        before, x, after = args[:at], args[at], args[at + 1 :]
         if torch.is_grad_enabled() and x.requires_grad:
             x = x.view_as(x)  # its gradient is this product's alone
         shape = x.shape
         y = func(*before, x, *after, **kwargs)
+        row_experts = own.row_experts
         if row_experts is None and layer.experts:
             row_experts = self._chosen.sort().values
 
@@ -95,10 +101,23 @@ class ProductsWithin(TorchFunctionMode):
 
         gathered: tuple[Tensor, ...] = ()
         if layer.cut == "gathered":
-            gathered = tuple(tensor for tensor in (weight, bias) if tensor is not None)
-        call = Call(again=again, experts=row_experts, added=added, biased=bias is not None, gathered=gathered)
+            gathered = tuple(tensor for tensor in (args[own.position], bias) if tensor is not None)
+        call = Call(again=again, experts=row_experts, added=own.added, biased=bias is not None, gathered=gathered)
         self._after_forward(layer, x, y, call)
         return y
+
+    def _own_operand(self, func: Any, args: Sequence[Any]) -> _OwnOperand | None:
+        """Which of the first two arguments of a multiplication is a weight of the module; None: neither is."""
+        for position in (1, 0):
+            weight = args[position]
+            address, row_experts = getattr(weight, "of_experts", (weight.data_ptr(), None))
+            if address not in self._weights:
+                continue
+            _, layer, added = self._weights[address]
+            is_whole = weight.dim() == 3 or func is experts.multiply or bool(layer.cut)  # not a part of one expert
+            if row_experts is not None or is_whole:
+                return _OwnOperand(position, layer, added, row_experts)
+        return None
 
 
 # ---- what adapters add to the weights of experts ----------------------------------------------------------------
@@ -112,15 +131,15 @@ def _adapter_sum(layer: Product, proxy: Any) -> AdapterSum:
     if layer.transposed:
         left, right = right.mT, left.mT
     with unrecorded(layer.weight.device):
-        one, two = scaling * left.float(), right.float()
+        b, a = scaling * left.float(), right.float()  # the sum is ``b @ a``
         forward, backward = layer.sides["forward"], layer.sides["backward"]
-        by_column = (two * (one.mT @ one @ two)).sum(1)  # squares of the norms, [experts, in]
-        by_row = (one * (one @ (two @ two.mT))).sum(2)
+        by_column = (a * (b.mT @ b @ a)).sum(1)  # squares of the norms, [experts, in]
+        by_row = (b * (b @ (a @ a.mT))).sum(2)
         return AdapterSum(
             factors=(left, right, scaling),
             checksums={
-                "forward": forward.checksum + two.mT @ (one.mT @ forward.vectors),
-                "backward": backward.checksum + one @ (two @ backward.vectors),
+                "forward": forward.checksum + a.mT @ (b.mT @ forward.vectors),
+                "backward": backward.checksum + b @ (a @ backward.vectors),
             },
             norm=by_column.sum(1).amax().sqrt(),
             largest=(by_column.amax().sqrt(), by_row.amax().sqrt()),
