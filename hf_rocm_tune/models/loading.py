@@ -95,9 +95,12 @@ def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Move
     is_left_out = _left_out(model, unexpected)
     is_converted = _converted(model)
     live = {file_name(name): tensor for name, tensor in tensors_of(model)}
+    on_host: dict[str, Tensor] = {}  # the memory of streamed tensors
     streamer = streamer_of(model)
     if streamer is not None:
-        live |= {file_name(name): tensor for name, tensor in streamer.read_apart()}
+        for name, tensor, memory in streamer.read_apart():
+            live[file_name(name)] = tensor if _is_quantised(tensor) else memory
+            on_host[file_name(name)] = memory
     read = {(os.path.realpath(file), name): known for (file, name), known in mover.loaded.items()}
     converted: dict[str, tuple[Path, Tensor]] = {}  # by names in the files, what the load fused or renamed on the host
     for file in files_of(model)[0]:
@@ -110,7 +113,7 @@ def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Move
                 mover.read_from(os.fspath(file), name, digest(held))
             if name in live and not is_converted(name):
                 if as_loaded:
-                    _require_as_in_file(file, name, held, live[name], seen, mover)
+                    _require_as_in_file(file, name, held, live[name], on_host.get(name, live[name]), seen, mover)
             elif not seen:
                 converted[name] = file, held
     if as_loaded and converted:
@@ -118,17 +121,18 @@ def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Move
 
 
 def _require_as_in_file(
-    file: Path, name: str, held: Tensor, loaded: Tensor, seen: Collection[Digest], mover: Mover
+    file: Path, name: str, held: Tensor, loaded: Tensor, memory: Tensor, seen: Collection[Digest], mover: Mover
 ) -> None:
     """Compare a loaded tensor with its file's, cast as a load casts it; a quantised one has other bytes.
 
-    ``seen``: digests of the file's tensor where it was digested as it was loaded.
+    ``memory``: where its bytes are, on the host if it is streamed. ``seen``: digests of the file's tensor where it was
+    digested as it was loaded.
 
     Raises:
         CorruptionError: what was loaded is something else.
     """
-    if hasattr(loaded, "quant_state") or hasattr(loaded, "CB"):
-        _require_as_quantised(file, name, held, loaded, seen, mover)
+    if _is_quantised(loaded):
+        _require_as_quantised(file, name, held, loaded, memory, seen, mover)
         return
     if loaded.shape != held.shape or not loaded.is_floating_point():
         return
@@ -152,8 +156,7 @@ def _require_as_converted(
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     dense: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by layer
     for name, tensor in live.items():
-        is_packed = hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
-        if tensor.is_floating_point() and not is_packed and ".quant_state." not in name:
+        if tensor.is_floating_point() and not _is_quantised(tensor) and ".quant_state." not in name:
             dense[_LAYER.match(name)[0]][name] = tensor.detach()  # type: ignore[index]
     for of_layer in dense.values():
         try:
@@ -170,8 +173,13 @@ def _require_as_converted(
                 raise _misread(file, name)
 
 
+def _is_quantised(tensor: Tensor) -> bool:
+    """Whether a tensor is a weight of bitsandbytes' in 4 or 8 bits."""
+    return hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
+
+
 def _require_as_quantised(
-    file: Path, name: str, held: Tensor, loaded: Tensor, seen: Collection[Digest], mover: Mover
+    file: Path, name: str, held: Tensor, loaded: Tensor, memory: Tensor, seen: Collection[Digest], mover: Mover
 ) -> None:
     """Compare a weight of 4 or 8 bits with the file's, quantised again on its device.
 
@@ -187,7 +195,8 @@ def _require_as_quantised(
     if again is None:
         return
     if on_card:
-        expected, found = QueuedDigests([storage_bytes(again), storage_bytes(loaded)]).confirmed()
+        (expected,) = QueuedDigests([storage_bytes(again)]).confirmed()
+        (found,) = QueuedDigests([storage_bytes(memory)]).confirmed()
         if expected != found:
             raise _misread(file, name)
     else:  # a change since it was quantised is found where frozen weights are watched

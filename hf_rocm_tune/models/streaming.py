@@ -235,15 +235,14 @@ class Streamer:
                 return again
         raise MemoryFaultError(f"streamed weights changed in host memory: {segment.name}", ADVICE)
 
-    def read_apart(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and host memory of streamed tensors that are no part of a mapped file.
+    def read_apart(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Streamed tensors that are no part of a mapped file: names, the layer's own tensors, and their host memory.
 
-        Nothing else compares them with the file: what crosses is compared with them.
+        Nothing else compares that memory with the file: what crosses is compared with it.
         """
-        for content in self.contents:
-            for segment in content.segments:
-                if segment.file is None:
-                    yield segment.name, segment.source
+        for bound, segment in self._segments.values():
+            if segment.file is None:
+                yield segment.name, bound, segment.source
 
     def check(self) -> None:
         """Compare what the buffers hold with what arrived; part of the check before a save."""

@@ -275,6 +275,7 @@ MISREAD: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "experts": ("qwen3_moe", False, {}),
     "streamed": ("llama3", True, {"stream_weights": 2}),
     "4 bits": ("llama3", True, {"load_in_4bit": True}),
+    "4 bits, streamed": ("llama3", True, {"load_in_4bit": True, "stream_weights": 2}),
     "8 bits": ("llama3", True, {"load_in_8bit": True}),
 }
 """Architecture, whether on the simulated card, and flags: what was read is fused, waits on the host, is quantised."""
