@@ -71,10 +71,14 @@ def require_bitsandbytes(device: torch.device, flag: str) -> None:
         )
 
 
-def cast_targets(model: nn.Module) -> list[str]:
-    """Names of the linear layers to whose weight's dtype a module casts their input.
+_CASTS = {"dtype", "type", "to", "float"}
+_CAST_WEIGHT = re.compile(r"\bself\.([\w.]+)\.weight\.(?:dtype\b(?!\)*\.is_floating_point)|(?:type|to|float)\()")
 
-    Quantised weights are bytes: the cast would destroy the input. So these layers are not quantised.
+
+def cast_targets(model: nn.Module) -> list[str]:
+    """Names of the linear layers to whose weight's dtype a module casts their input, or whose weight it casts itself.
+
+    Quantised weights are bytes: the cast would destroy the input, or give no weight. So these are not quantised.
     """
     modules = dict(model.named_modules())
     names = {kind: _casts(kind) for kind in {type(module) for module in modules.values()}}
@@ -87,15 +91,16 @@ def cast_targets(model: nn.Module) -> list[str]:
 
 
 def _casts(kind: Any) -> tuple[str, ...]:
-    """The attributes of a class to whose weight's dtype its ``forward`` casts, unless it is asked about first."""
+    """The attributes of a class to whose weight's dtype its ``forward`` casts, unless it is asked about first, or whose
+    weight it casts."""
     code = getattr(kind.forward, "__code__", None)
-    if code is None or not {"weight", "dtype"} <= set(code.co_names):
+    if code is None or "weight" not in code.co_names or not _CASTS & set(code.co_names):
         return ()
     try:
         source = inspect.getsource(code)
     except (OSError, TypeError):  # of no file
         return ()
-    return tuple(dict.fromkeys(re.findall(r"\bself\.([\w.]+)\.weight\.dtype\b(?!\)*\.is_floating_point)", source)))
+    return tuple(dict.fromkeys(_CAST_WEIGHT.findall(source)))
 
 
 def _attribute(module: Any, path: str) -> Any:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hf_rocm_tune.errors import UsageError
-from hf_rocm_tune.models.streamed import AUTO
+from hf_rocm_tune.models.streamed import AUTO, FLAG
 from hf_rocm_tune.plan.estimate import (
     OPTIMIZERS,
     CardMemory,
@@ -365,6 +365,9 @@ def grid_of(
     if request.stream == AUTO and any(option.fits for option in grid):
         return grid
     checkpointed = [option.case for option in grid if option.case.checkpointing and option.case.recompute is None]
+    if recordings.sample.is_one_layer:
+        name = type(recordings.sample.base).__name__
+        raise UsageError(f"{FLAG}: cannot identify the decoder layers of {name}; leave the flag out")
     return [_streamed(recordings.variant, case, card, request.stream) for case in checkpointed]
 
 

@@ -1,14 +1,16 @@
 """Recording of one training step on the meta device: when each storage is allocated, and when it is freed.
 
 The step is TRL's: the backbone, the fused head with its loss, and the backward pass. A storage counts once, however
-many views it has; parameters and buffers do not count. Refused: control flow that depends on the content of tensors.
+many views it has; parameters and buffers do not count. Refused: control flow that depends on the content of tensors,
+but for loops over the experts that have tokens: all have, and equally many; and masks by which tensors are indexed: all
+of a mask is selected.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -34,7 +36,7 @@ aten = torch.ops.aten
 _SELECTIVE_LAUNCHES = 3
 #: Steps of more operations are not recorded, as that would take many seconds.
 MOST_OPERATIONS = 20_000
-#: Of steps with pictures: Qwen2.5-VL computes every window of a picture by itself.
+#: Of steps with pictures (Qwen2.5-VL computes every window by itself), and of models that are recorded whole.
 MOST_WITH_PICTURES = 100_000
 
 
@@ -49,7 +51,7 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
         tape,
         existing=[*model.parameters(), *model.buffers()],
         platform=platform,
-        most=MOST_WITH_PICTURES if request.pictures else MOST_OPERATIONS,
+        most=MOST_WITH_PICTURES if request.pictures or sample.is_one_layer else MOST_OPERATIONS,
         checks_tower=bool(request.pictures),
     )
     mode = DeviceMode(
@@ -481,8 +483,85 @@ _UPPER |= {"softplus", "nll_loss", "cross_entropy"}
 _UPPER_BY_DTYPE = {"softmax", "log_softmax", "sum", "cumsum", "prod"}
 
 
-#: An attribute of the sum of a mask on the meta device: how many of its entries were added up, all of them true.
+# Attributes of tensors on the meta device, of whose content something is known.
+#: Of the sum of a mask: how many true entries were added up for all its entries together.
 _COUNTED = "_entries_counted"
+#: Of the choice of experts, a 1 for each token that an expert has: the share of its entries that are set.
+_SHARE = "_share_of_entries"
+#: Of what `nonzero` finds: these are positions, of which the first is as good as any.
+_POSITIONS = "_are_positions"
+_REARRANGED = {"permute", "transpose", "squeeze", "unsqueeze", "view", "reshape", "flatten", "contiguous"}
+_REARRANGED |= {"to", "long", "int", "bool", "float", "unbind", "__getitem__"}
+_COMPARED = {"eq", "__eq__", "ge", "__ge__", "gt", "__gt__"}
+
+
+def _of_content(stock: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation that depends on content of which enough is known; NotImplemented: another operation.
+
+    As experts that a model's own code loops over take their tokens: each has its share.
+    """
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or not first.is_meta:
+        return NotImplemented
+    if name == "tolist" and (total := getattr(first, _COUNTED, None)) is not None:
+        return _spread(total, first.shape)
+    if getattr(first, _POSITIONS, False) and first.numel() == 1:
+        if name in ("item", "__int__", "__index__"):
+            return 0
+        if name in _COMPARED:  # with the number of an expert that is none
+            return False
+    if name == "nonzero" or (name in ("where", "argwhere") and len(args) == 1):
+        count = max(1, round(getattr(first, _SHARE, 1) * first.numel()))
+        if name == "where" or kwargs.get("as_tuple"):
+            return tuple(_positions(count) for _ in range(max(1, first.dim())))
+        return _positions(count, first.dim())
+    if name in ("__getitem__", "__setitem__"):
+        args = (first, _without_content(args[1]), *args[2:])
+    elif name not in ("one_hot", "scatter", "sum") and not (name in _REARRANGED and _tagged(first)):
+        return NotImplemented
+    made = stock(*args, **kwargs)
+    if name == "one_hot":
+        setattr(made, _SHARE, 1 / made.shape[-1])
+    elif name == "scatter" and not isinstance(args[-1], Tensor):
+        setattr(made, _SHARE, args[2].numel() / made.numel())
+    elif name == "sum" and hasattr(first, _SHARE):
+        setattr(made, _COUNTED, round(getattr(first, _SHARE) * first.numel()))
+    elif name in _REARRANGED:
+        for tensor in _tensors_in(made):
+            vars(tensor).update(_tagged(first))
+    return made
+
+
+def _tagged(tensor: Tensor) -> dict[str, Any]:
+    return {name: value for name, value in vars(tensor).items() if name in (_SHARE, _POSITIONS)}
+
+
+def _positions(*shape: int) -> Tensor:
+    made = torch.empty(shape, dtype=torch.int64, device="meta")
+    setattr(made, _POSITIONS, True)
+    return made
+
+
+def _without_content(index: Any) -> Any:
+    """An index with 0 for a position, and with the positions of a mask, all of them, in its place."""
+    found: list[Any] = []
+    for each in index if isinstance(index, tuple) else (index,):
+        if not isinstance(each, Tensor) or not each.is_meta:
+            found.append(each)
+        elif each.dtype == torch.bool and each.dim():
+            found += [_positions(each.numel()) for _ in range(each.dim())]
+        elif getattr(each, _POSITIONS, False) and each.dim() == 0:
+            found.append(0)
+        else:
+            found.append(each)
+    return tuple(found)
+
+
+def _spread(total: int, shape: Sequence[int]) -> Any:
+    """Nested lists of integers of a shape with this sum, as equal as can be."""
+    count = math.prod(shape)
+    even, rest = divmod(total, max(1, count))
+    return torch.tensor([even + (number < rest) for number in range(count)]).reshape(tuple(shape)).tolist()
 
 
 def _on_meta(given: Any) -> Any:
@@ -584,8 +663,11 @@ class DeviceMode(TorchFunctionMode):
             args, kwargs = _on_meta((args, kwargs))
             if name == "sum" and args[0].is_meta and args[0].dtype == torch.bool:
                 counts = func(*args, **kwargs)
-                setattr(counts, _COUNTED, args[0].numel() // max(1, counts.numel()))
+                setattr(counts, _COUNTED, args[0].numel())
                 return counts
+        made = _of_content(func, name, args, kwargs)
+        if made is not NotImplemented:
+            return made
         if self._autocast and any(isinstance(value, Tensor) and value.is_meta for value in args):
             args, kwargs = self._as_autocast(name, args, kwargs)
         if name == "scaled_dot_product_attention":
@@ -600,10 +682,6 @@ class DeviceMode(TorchFunctionMode):
         """What an operation returns that depends on which tokens are pictures; None: any other operation."""
         if name == "item" and args[0].is_meta and args[0].dtype == torch.bool:
             return True  # a check, as of as many placeholders as features
-        if name == "tolist":
-            count = getattr(args[0], _COUNTED, None)
-            if count is not None:
-                return torch.full(args[0].shape, count).tolist()
         if name in ("__getitem__", "__setitem__"):
             mask = _mask_of(args)
             if mask is not None:
@@ -631,7 +709,8 @@ class DeviceMode(TorchFunctionMode):
             return tensor.to(dtype)
         key = (id(tensor), self.second_model)
         if key not in self._casts:
-            self._casts[key] = (tensor, tensor.to(dtype))
+            with torch.enable_grad():  # as torch's autocast: it may be used again where gradients are needed
+                self._casts[key] = (tensor, tensor.to(dtype))
         return self._casts[key][1]
 
     def _masked(self, tensor: Tensor, index: Any, value: Any = None, *, mask: Tensor) -> Tensor:
@@ -680,7 +759,8 @@ class DeviceMode(TorchFunctionMode):
 def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
     """Within the block PEFT and transformers see autocast enabled, which has no effect on meta tensors.
 
-    ``torch.autocast("meta", enabled=False)``, which PEFT calls and torch refuses, does nothing.
+    ``torch.autocast("meta", enabled=False)``, which PEFT calls and torch refuses, does nothing; the precision of "meta"
+    is that of the device.
     """
     device = _autocast_device(platform)
     stock = torch.autocast
@@ -694,7 +774,10 @@ def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
             return nullcontext()
         return stock(device_type, *rest, **more)
 
-    torch.autocast = autocast  # type: ignore[misc, assignment]
+    def dtype_of(device_type: str) -> torch.dtype:  # Nemotron's norms ask for it
+        return stock_dtype(name if device_type == "meta" else device_type)
+
+    torch.autocast, torch.get_autocast_dtype = autocast, dtype_of  # type: ignore[misc, assignment]
     try:
         yield
     finally:

@@ -57,6 +57,11 @@ class Sample:
         return int(self.base.get_output_embeddings().weight.shape[0])
 
     @property
+    def is_one_layer(self) -> bool:
+        """Whether the model has no stack of layers of its own: nothing of it can be split or streamed."""
+        return self.layers[0] is self.base.base_model
+
+    @property
     def own_head(self) -> bool:
         """Whether training takes the loss from whole logits, see `models.own_head`."""
         return bool(why_own_head(self.base))
@@ -161,11 +166,12 @@ def build(config: Any, request: PlanRequest, method: str, *, whole: bool = False
     base = _meta_model(copy.deepcopy(config), dtype, request)
     text = text_config(base.config, decoder=True)
     stack = find_layers(base, text)
-    if stack is None:
-        raise UsageError(f"{type(base).__name__} cannot be planned: no stack of its layers was found in it")
-    _, layers, _ = stack
+    if stack is None:  # HRM runs two stacks in turns, BLT has three: all of it is recorded, as one layer
+        layers = nn.ModuleList([base.base_model])
+    else:
+        _, layers, _ = stack
     layer_of: Counts = tuple(range(len(layers)))
-    if not whole:
+    if stack is not None and not whole:
         layer_of = _keep_one_of_each_kind(layers, text)
         _renumber_skipped_layers(base, layer_of, len(layers))
     notes = _unseen_senses(config, base, request)

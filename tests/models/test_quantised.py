@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Lfm2Config,
     Lfm2VlConfig,
+    LongcatFlashConfig,
     Siglip2VisionConfig,
     Trainer,
     TrainingArguments,
@@ -91,6 +92,15 @@ def test_layers_to_whose_dtype_pixels_are_cast_are_named() -> None:
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
     assert cast_targets(model) == ["model.vision_tower.embeddings.patch_embedding"]
+
+
+def test_layers_whose_weight_is_cast_are_named() -> None:
+    """LongCat's router multiplies by its classifier's weight in float32: bytes of 4 bits are no weight."""
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 64, "num_attention_heads": 2}
+    more = {"num_layers": 1, "n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 2, "vocab_size": 64}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LongcatFlashConfig(**sizes, **more))
+    assert cast_targets(model) == ["model.layers.0.mlp.router.classifier"]
 
 
 def test_bitsandbytes_without_a_library_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:

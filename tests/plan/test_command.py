@@ -466,3 +466,62 @@ def test_a_way_that_fits_decides_verdict_command_and_code(tmp_path: Path) -> Non
     assert way[found["way"]]["fits"] and found["advice"].startswith(f"{found['way']}: full does not fit on one card")
     assert way[found["way"]]["flags"] in found["command"]
     assert text_of(found).startswith("FITS: ")
+
+
+# ---- models of which a recording needs more than shapes ------------------------------------------------------------
+
+_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+_OWN = {
+    "loops over its experts": {
+        "architectures": ["DbrxForCausalLM"],
+        "model_type": "dbrx",
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 6,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2},
+        "vocab_size": 512,
+    },
+    "splits tokens by expert": {
+        **_SIZES,
+        "architectures": ["JetMoeForCausalLM"],
+        "model_type": "jetmoe",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+        "kv_channels": 32,
+        "num_local_experts": 4,
+    },
+    "asks for the precision of autocast": {
+        **_SIZES,
+        "architectures": ["NemotronForCausalLM"],
+        "model_type": "nemotron",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+    },
+    "runs two stacks in turns": {
+        **_SIZES,
+        "architectures": ["HrmTextForCausalLM"],
+        "model_type": "hrm_text",
+        "num_layers_per_stack": 1,
+        "num_hidden_layers": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("what", _OWN)
+def test_a_model_is_planned_that(what: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_OWN[what]))
+    code, out, err = run("--model", str(tmp_path), "--seq", "64", "--gpu", "rx7900xt", "--method", "lora", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["fits"] and found["layers"] == (1 if "stacks" in what else 6)
+
+
+def test_a_model_without_a_stack_of_layers_is_not_streamed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_OWN["runs two stacks in turns"]))
+    code, out, err = run(
+        "--model", str(tmp_path), "--seq", "64", "--gpu", "rx7900xt", "--stream_weights", "1", "--json"
+    )
+    assert (code, out) == (2, "") and err.endswith(
+        "cannot identify the decoder layers of HrmTextForCausalLM; leave the flag out\n"
+    )

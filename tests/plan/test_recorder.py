@@ -285,6 +285,36 @@ def test_a_step_is_recorded_alike_with_and_without_what_earlier_ones_left(arch: 
         assert remembering == record(sample, case, 2, 64)
 
 
+# ---- content of which enough is known ------------------------------------------------------------------------------
+
+
+def test_experts_that_a_models_own_code_loops_over_have_equal_shares_of_the_tokens() -> None:
+    """Four experts, two a token: as in DBRX's loop, and as JetMoe sorts its tokens by expert."""
+    chosen, states = torch.empty((10, 2), dtype=torch.int64, device="meta"), torch.empty((10, 8), device="meta")
+    weights, counts = torch.empty((4, 8, 8), device="meta"), []
+    with DeviceMode(platform="hip", autocast=False, content_is_plain=True):
+        mask = nn.functional.one_hot(chosen, num_classes=4).permute(2, 1, 0)
+        for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            assert expert[0] != 4 and int(expert.item()) == 0
+            _, tokens = torch.where(mask[expert[0]])
+            counts.append(len(nn.functional.linear(states[tokens], weights[expert[0]])))
+        gates = torch.zeros((9, 4), device="meta").scatter(1, chosen[:9], 1)
+        assert gates.long().sum(0).tolist() == [5, 5, 4, 4]
+        keep = torch.empty(10, dtype=torch.bool, device="meta")
+        assert states[keep].shape == (10, 8) and states.T[:, keep].shape == (8, 10)
+    assert counts == [5, 5, 5, 5]
+
+
+def test_a_cast_that_is_made_without_gradients_is_used_again_where_they_are_needed() -> None:
+    """As torch's autocast keeps it: HRM's first cycles are without gradients, its last one is with them."""
+    layer, given = nn.Linear(4, 4, device="meta"), torch.empty((2, 4), device="meta")
+    with autocast_flags("hip", True), DeviceMode(platform="hip", autocast=True, content_is_plain=True):
+        with torch.no_grad():
+            layer(given)
+        assert layer(given).requires_grad
+        assert torch.get_autocast_dtype("meta") == torch.bfloat16
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------
 
 
