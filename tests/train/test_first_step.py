@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hf_rocm_tune.errors import UsageError
+from hf_rocm_tune.train.arithmetic.attention import WatchedChoices
 from hf_rocm_tune.train.refusals import first_step_as_usage_error
 
 WRITES = "a leaf Variable that requires grad is being used in an in-place operation."
@@ -40,3 +42,16 @@ def test_only_the_models_code_in_the_first_step_is_the_models(
     with pytest.raises(UsageError if said else type(error)) as caught:
         train(trainer, error, module, step)
     assert said is None or said in str(caught.value)
+
+
+def test_an_operation_that_passes_a_mode_of_ours_is_the_models_all_the_same() -> None:
+    """The choices of experts are watched by such a mode: it stands between the model and each operation that raises."""
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=0), model=object(), args=SimpleNamespace())
+    space: dict[str, Any] = {"__name__": "transformers.models.doge.modeling_doge", "torch": torch}
+    exec("def call():\n    torch.cat([torch.ones(1, 2), torch.ones(2, 3)])", space)
+    with (
+        pytest.raises(UsageError, match=r"its own code fails in the first step with RuntimeError: Sizes"),
+        first_step_as_usage_error(trainer),
+        WatchedChoices(lambda _: None),
+    ):
+        space["call"]()
