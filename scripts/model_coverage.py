@@ -40,8 +40,9 @@ CELLS = (*METHODS, "plan", "merge")
 GOOD = {**dict.fromkeys(METHODS, "trained"), "plan": "planned", "merge": "merged"}
 KINDS = {"causal": "Language models", "image-text": "Models that read pictures"}
 #: What a refusal says that trains all the same: it is given, and the cell says so.
-_ADVICE = re.compile(r"give (--(?:gradient_checkpointing false|router_aux_loss_coef 0))")
-SECONDS = 90.0  # of one command
+_ADVICE = re.compile(r"give (--(?:gradient_checkpointing false|router_aux_loss_coef 0|dtype bfloat16))")
+SECONDS = float(os.environ.get("COVERAGE_SECONDS", 90.0))  # of one command
+PLANNED = 256  # tokens of a planned row, at most
 
 
 def try_one(model_type: str, kind: str, cells: list[str], place: Path, data: Path, server: Any) -> dict[str, Any]:
@@ -127,7 +128,9 @@ def _cell(name: str, model: Path, place: Path, data: Path, server: Any) -> str:
         given = ""
         if done.code and (advice := _ADVICE.search(_line(done))):
             given = advice[1]
+            output = output.with_name(f"{output.name}-again")  # the first may still be written to
             shutil.rmtree(output, ignore_errors=True)
+            words[words.index("--output_dir") + 1] = output
             done = _ended(server, [*map(str, words), *METHODS[name], *given.split()], {})
         if name == "LoRA" and not done.code:
             shutil.copytree(output, place / f"{model.name}-adapter", dirs_exist_ok=True)
@@ -135,7 +138,7 @@ def _cell(name: str, model: Path, place: Path, data: Path, server: Any) -> str:
             return _line(done)
         return f"{_trained(output)} ({given})" if given else _trained(output)
     if name == "plan":
-        words = ["--model", model, "--gpu", "rx7900xt", "--seq", length, "--json"]
+        words = ["--model", model, "--gpu", "rx7900xt", "--seq", min(length, PLANNED), "--json"]
         done = _ended(server, [*map(str, words)], {"VERB": "plan"})
         return _line(done) if done.code else GOOD[name]
     adapter = place / f"{model.name}-adapter"

@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ SIDE = 4  # patches along a picture's side, as far as a configuration says how l
 _NAMED = re.compile(r"tokenizer(?:\.|, [\"'])(\w+_token)(?:_id)?\b")
 _WRITTEN = re.compile(r"[\"'](<[^\"' {}()\\]{1,40}>|\[[A-Z_]+\]|\|[A-Z]+\|)[\"']")
 _OWN = re.compile(r"self\.(\w+_token) = \"(<[^\" {}]+>)\"")
+_CONSTANT = re.compile(r"\b[A-Z]+_TOKEN = \"([^\" {}]+)\"")
 _TOKEN_FIELD = re.compile(r"(\w+?)_(?:token_(?:id|index)|patch_id|col_id)$")
 _TEXT_TOKENS = ("pad", "bos", "eos", "unk", "sep", "cls", "mask", "decoder_start", "user", "forced_bos", "forced_eos")
 _PIXELS = 3000  # a "size" beyond it counts pixels of an area
@@ -45,6 +47,13 @@ LOOKERS: Mapping[str, str] = {
     "qwen3_omni_moe_thinker": "qwen2_vl",
     "qwen3_vl_moe": "qwen3_vl",
 }
+#: By model type: what stands in a row for a part of a picture, where that is no token of the processor's.
+PLACED: Mapping[str, str] = {
+    "llama4": "<|patch|>",
+    "molmo2": "<im_patch>",
+    "ovis2": "<IMG_ATOM>",
+    "pp_chart2table": "<imgpad>",
+}
 #: By model type: values of the processor (``processor``) or of its part that sees (``image_processor``).
 OTHERWISE: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "chameleon": {"processor": {"image_seq_length": 16}},
@@ -54,6 +63,22 @@ OTHERWISE: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "image_processor": {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
     },
     "ernie4_5_vl_moe": {"video_processor": {"draw_on_frames": False}},
+    "deepseek_ocr2": {"image_processor": {"size": {"height": 768, "width": 768}}},  # it has 144 queries
+    "molmo2": {"image_processor": {"overlap_margins": [1, 1]}},
+    "perception_lm": {
+        "processor": {"patch_size": 14, "pooling_ratio": 1},
+        "image_processor": {"size": {"height": 56, "width": 56}, "tile_size": 56},
+    },
+    "dots3_note": {"image_processor": {"temporal_patch_size": 1}},
+    "emu3": {"image_processor": {"min_pixels": 64 * 64, "max_pixels": 64 * 64}},
+    "fast_vlm": {"processor": {"patch_size": 64, "vision_feature_select_strategy": "full"}},
+    "got_ocr2": {"image_processor": {"size": {"height": 1024, "width": 1024}}},
+    "inkling2": {"image_processor": {"size": {"height": 40, "width": 40}}},
+    "inkling2_loop": {"image_processor": {"size": {"height": 40, "width": 40}}},
+    "instructblipvideo": {"video_processor": {"size": {"height": 56, "width": 56}}},
+    "paligemma": {"image_processor": {"image_seq_length": SIDE**2}},
+    "pp_chart2table": {"image_processor": {"size": {"height": 1024, "width": 1024}}},
+    "vipllava": {"processor": {"vision_feature_select_strategy": "default"}},
 }
 
 
@@ -86,7 +111,8 @@ def with_small_pictures(fields: dict[str, Any]) -> None:
 def add_tokens(tokenizer: Any, kind: Any, fields: Mapping[str, Any]) -> None:
     """Adds the tokens that a processor of this class names, and those of a configuration that it does not name."""
     source = "\n".join(inspect.getsource(sys.modules[each.__module__]) for each in _own_classes(kind))
-    written = [each for each in dict.fromkeys(_WRITTEN.findall(source)) if not each.startswith("<0x")]
+    found = [*_WRITTEN.findall(source), *_CONSTANT.findall(source)]
+    written = [each for each in dict.fromkeys(found) if not each.startswith("<0x")]
     named = {each: f"<|{each.removesuffix('_token')}|>" for each in _NAMED.findall(source)} | dict(_OWN.findall(source))
     own = {
         name: text
@@ -95,6 +121,8 @@ def add_tokens(tokenizer: Any, kind: Any, fields: Mapping[str, Any]) -> None:
     }
     if "image_token.content" in source or "video_token.content" in source:  # the processor makes them itself
         own = {name: text for name, text in own.items() if name not in ("image_token", "video_token")}
+    if fields["model_type"] in PLACED:
+        written.append(PLACED[fields["model_type"]])
     known = {name.removesuffix("_token") for name in own}
     for name in _token_fields(fields):
         if name not in known and f"<|{name}|>" not in written:
@@ -105,12 +133,15 @@ def add_tokens(tokenizer: Any, kind: Any, fields: Mapping[str, Any]) -> None:
 
 def set_tokens(fields: dict[str, Any], tokenizer: Any, processor: Any) -> None:
     """Sets the numbers of placeholders in a configuration, and in its parts, to the processor's."""
+    placed = PLACED.get(fields.get("model_type", ""))
     for key, value in fields.items():
         found = _TOKEN_FIELD.fullmatch(str(key))
         if isinstance(value, dict):
             set_tokens(value, tokenizer, processor)
         elif found and found[1] not in _TEXT_TOKENS and isinstance(value, int):
             number = _number(found[1], tokenizer, processor)
+            if placed and found[1] == "image":
+                number = tokenizer.convert_tokens_to_ids(placed)
             if number is not None:
                 fields[key] = number
 
@@ -127,7 +158,8 @@ def with_codes(fields: dict[str, Any], tokenizer: Any, first: int) -> None:
         letters = "".join(chr(ord("A") + int(digit)) for digit in f"{number:04d}")
         is_chameleon = fields["model_type"] == "chameleon"
         known[f"IMGIMG{letters}Z" if is_chameleon else f"<|visual token {number:06d}|>"] = first + number
-    known.setdefault("<image>", known.get("<|image|>", first + CODES))
+    shown = getattr(tokenizer, "image_token", None) or "<|image|>"
+    known["<image>"] = known.get(shown, first + CODES)
     known.setdefault("<|extra_200|>", first + CODES + 1)
     fields["vocabulary_map"] = known
     for name, key in (("vq_config", "num_embeddings"), ("vq_config", "codebook_size")):
@@ -166,11 +198,18 @@ def has_template(folder: Path) -> bool:
 
 
 def placeholder(folder: Path) -> str:
-    """What stands for a picture in a text, for the processor that is saved there."""
+    """What stands for a picture in a text, for the processor that is saved there; nothing where it says so itself."""
+    from PIL import Image
     from transformers import AutoConfig, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(folder)
-    return _shown(processor, processor.tokenizer, AutoConfig.from_pretrained(folder).to_dict())
+    shown = _shown(processor, processor.tokenizer, AutoConfig.from_pretrained(folder).to_dict())
+    with suppress(Exception):  # most refuse a picture of which the text says nothing; others say it themselves
+        made = processor(images=[[Image.new("RGB", (64, 64))]], text=["a"])["input_ids"][0]
+        number = processor.tokenizer.convert_tokens_to_ids(shown)
+        if number in made and number not in processor.tokenizer("a")["input_ids"]:
+            return ""
+    return shown
 
 
 def image_processor(model_type: str, fields: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
@@ -261,7 +300,11 @@ def _tokens_of_picture(fields: Mapping[str, Any]) -> int | None:
 
 def _shown(processor: Any, tokenizer: Any, fields: Mapping[str, Any]) -> str:
     """What stands for a picture in a text."""
+    if hasattr(processor, "image_placeholder_token"):  # what it replaces by others of its own
+        return str(processor.image_placeholder_token)
     token = getattr(processor, "image_token", None) or getattr(tokenizer, "image_token", None)
+    if not token and fields.get("model_type") in PLACED:  # PP-Chart2Table's rows have one for each part
+        return PLACED[fields["model_type"]] * 256
     shown = getattr(token, "content", token) or ""
     for name in ("vision", "image"):
         known = f"{name}_start" in set(_token_fields(fields)) or hasattr(tokenizer, f"{name}_start_token")
@@ -274,7 +317,8 @@ def _shown(processor: Any, tokenizer: Any, fields: Mapping[str, Any]) -> str:
 
 def _number(name: str, tokenizer: Any, processor: Any) -> int | None:
     names = {name, name.replace("image_", "img_"), {"boi": "boi", "eoi": "eoi"}.get(name, name)}
-    for owner in (tokenizer, processor):
+    owners = (processor, tokenizer) if name in ("image", "video") else (tokenizer, processor)
+    for owner in owners:
         for each in names:
             found = getattr(owner, f"{each}_token_id", None)
             if isinstance(found, int) and found != tokenizer.unk_token_id:

@@ -41,6 +41,8 @@ _OF_TEXT: tuple[str, ...] = (
     "text_hidden_size",
 )
 _OF_TEXT += ("adapter_out_dim",)
+#: What is as wide as the part that sees, or as so many of its patches.
+_OF_VISION = ("vision_hidden_size", "out_hidden_size", "merged_hidden_size", "projector_input_size")
 _LEAST = 96  # widths from here on are divided
 
 
@@ -56,6 +58,9 @@ def model_types(kind: str) -> dict[str, str]:
 
 
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
+INDEXER = {f"indexer_{name}": value for name, value in {"n_heads": 2, "kv_heads": 1, "head_dim": 256}.items()}
+INDEXER |= {"indexer_budget": 32, "indexer_compress_ratio": 4}
+SENSES = {f"{name}_start_token_id": 600 for name in ("vision", "audio")}
 GLM_ROPE = {".text_config.rope_parameters.partial_rotary_factor": 0.5}
 #: By model type: fields that its class leaves open; those that begin with a dot are set in the small version.
 NEEDS: Mapping[str, Mapping[str, Any]] = {
@@ -75,7 +80,6 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {".attn_config.rope_theta": 10000.0, ".attn_config.clip_qkv": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2, **EXPERTS}},
     "deepseek_vl_hybrid": {".high_res_vision_config.global_attn_indexes": [1]},
     "diffusion_gemma": {"text_config": {"moe_intermediate_size": 64, "num_experts": 4, "top_k_experts": 2}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -98,7 +102,12 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     },
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},
-    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "hunyuan_vl": {
+        "text_config": {
+            "head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 16, 16, 16]},
+        }
+    },
     "idefics2": {".perceiver_config.hidden_size": 256, ".perceiver_config.resampler_n_latents": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
@@ -107,6 +116,36 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "vipllava": {".vision_feature_layers": [-1, -2]},
     "nemotron": {"num_key_value_heads": 8},
     "qwen2_vl": {".vision_config.hidden_size": 256},
+    "mllama": {".vision_config.intermediate_layers_indices": [0], ".vision_config.vision_output_dim": 640},
+    "ovis2": {".hidden_size": 256},
+    "llama4": {".vision_config.intermediate_size": 768, ".vision_config.vision_output_dim": 1024},
+    "nemotron_h_omni": {"image_token_id": 600},
+    "molmo2": {".vision_config.num_position_embeddings": 16, ".adapter_config.vision_feature_layer": [1, 0]},
+    "blip-2": {"image_token_index": 600},
+    "instructblip": {"image_token_index": 600},
+    "instructblipvideo": {"video_token_index": 600},
+    "qwen2_5_omni_thinker": SENSES,
+    "qwen3_omni_moe_thinker": SENSES,
+    "qwen4_exp": {"text_config": INDEXER},
+    "qwen4_exp_text": INDEXER,
+    "hunyuan_vl_text": {"head_dim": 128},
+    "hrm_text": {".num_layers_per_stack": 2, ".num_hidden_layers": 16},
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": [56, 56], "global_pool": ""},
+            "do_pooling": False,
+        }
+    },
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2, **EXPERTS},
+        ".vision_config.sam_config.downsample_channels": [128, 256],
+        ".vision_config.sam_config.image_size": 768,
+    },
+    "unlimited_ocr": {".vision_config.sam_config.downsample_channels": [64, 128]},
+    "got_ocr2": {".vision_config.image_size": 1024},
+    "pp_chart2table": {".vision_config.image_size": 1024},
     "mistral3": {"text_config": {"model_type": "ministral3"}},
 }
 
@@ -162,7 +201,7 @@ def shrunk(fields: dict[str, Any], ids: Mapping[str, int], free: FreeTokens) -> 
             found[key] = {new: by_layer[old] for new, old in enumerate(kept[0]) if old in by_layer}
         elif isinstance(value, int) and not isinstance(value, bool):
             found[key] = _small(key, value, divisor, kept, free)
-    _consistent(found)
+    _consistent(found, fields)
     return found
 
 
@@ -219,19 +258,30 @@ def _kept_layers(fields: Mapping[str, Any]) -> tuple[list[int], list[Any]] | Non
     return sorted(first), lists[0]
 
 
-def _consistent(fields: dict[str, Any]) -> None:
-    """Sizes that a part has of another, which was divided otherwise."""
+def _consistent(fields: dict[str, Any], whole: Mapping[str, Any]) -> None:
+    """Sizes that a part has of another, which was divided otherwise; ``whole``: the fields before any was divided."""
     _rotated(fields)
     text, vision = (fields.get(f"{name}_config") for name in ("text", "vision"))
     if not isinstance(text, dict) or not isinstance(vision, dict):
         return
-    width = text.get("hidden_size") or text.get("d_model")
+    width = _width(text)
     for name in _OF_TEXT:
-        for part in (vision, fields.get("audio_config"), fields):
-            if isinstance(part, dict) and name in part and width:
+        for part in (*(part for part in fields.values() if isinstance(part, dict)), fields):
+            if part is not text and name in part and width:
                 part[name] = width
     if "projection_hidden_size" in fields and "hidden_size" in vision:
         fields["projection_hidden_size"] = vision["hidden_size"]
+    if whole.get("hidden_size") and whole["hidden_size"] == _width(whole["text_config"]):
+        fields["hidden_size"] = width
+    before = whole["vision_config"].get("hidden_size")
+    for name in _OF_VISION:
+        value = whole.get(name)
+        if value and before and value % before == 0 and value != _width(whole["text_config"]):
+            fields[name] = value // before * vision["hidden_size"]
+
+
+def _width(fields: Mapping[str, Any]) -> Any:
+    return fields.get("hidden_size") or fields.get("d_model")
 
 
 def _rotated(fields: dict[str, Any]) -> None:

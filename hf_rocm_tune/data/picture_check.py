@@ -17,11 +17,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from hf_rocm_tune.data.formats import MASKED, STREAMED_ROWS
 from hf_rocm_tune.data.pictures import name_of
 from hf_rocm_tune.data.summary import DataSummary, summarised
 from hf_rocm_tune.errors import FOREIGN_ERRORS, PictureError, count_of, first_line
+from hf_rocm_tune.transfer import tree_tensors
 
 if TYPE_CHECKING:
     from hf_rocm_tune.data.picture_batches import PictureCollator
@@ -249,13 +251,18 @@ def _counted(collator: PictureCollator, example: dict[str, Any], tally: _Tally) 
 def described(batch: Mapping[str, Any]) -> tuple[Any, ...]:
     """The tensors of pictures of a batch, for the planner: name, shape, dtype, and the values of integers.
 
-    A shape of None: an entry for each token.
+    A shape of None: an entry for each token. A list of tensors, of pictures of several sizes, is given as one.
     """
     ids = batch["input_ids"]
     tensors: list[Any] = []
     for name, value in batch.items():
         if name in ("input_ids", "attention_mask", "labels", "completion_mask"):
             continue
+        if not isinstance(value, torch.Tensor):
+            pictures = list(tree_tensors(value))
+            if not pictures:
+                continue
+            value = torch.cat([each.flatten() for each in pictures])
         dtype = str(value.dtype).removeprefix("torch.")
         if value.shape == ids.shape:
             tensors.append((name, None, dtype, None))

@@ -75,7 +75,7 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         of_device = isinstance(error, torch.AcceleratorError) or _OF_DEVICE.search(str(error))
-        module, place = next((place for place in _places(error) if not place[0].startswith("torch.")), ("", ""))
+        module, place = next((place for place in _places(error) if not _HELPS.match(place[0])), ("", ""))
         if trainer.state.global_step > start or of_device or not module.startswith(_CODE_OF_MODELS):
             raise
         what = " ".join(str(error).split())
@@ -84,14 +84,19 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
             fix = (
                 ": it writes into the embeddings' output, as recomputation forbids: give --gradient_checkpointing false"
             )
+        elif _OF_PRECISION.search(what) and not (trainer.args.bf16 or trainer.args.fp16):  # Llama 4's pictures
+            fix = ": it computes in bfloat16 where its weights are float32: give --dtype bfloat16"
+        whose = "TRL's loss" if module.startswith("trl.") else "its own code"
         raise UsageError(
-            f"{_name_of(trainer.model)} cannot be trained with these settings: its own code fails in the first step "
+            f"{_name_of(trainer.model)} cannot be trained with these settings: {whose} fails in the first step "
             f"with {type(error).__name__}: {what[:300]} ({place}){fix}"
         ) from error
 
 
 _OF_DEVICE = re.compile(r"\b(HIP|CUDA|out of memory)\b")
-_CODE_OF_MODELS = ("transformers.models.", "transformers_modules.", "timm.")
+_OF_PRECISION = re.compile(r"expected scalar type Float but found BFloat16|the same dtype, but got.* BFloat16")
+_HELPS = re.compile(r"torch\.|transformers\.(configuration_utils|utils|integrations|modeling_\w+)\b")
+_CODE_OF_MODELS = ("transformers.models.", "transformers_modules.", "timm.", "trl.kernels.")
 
 
 def _places(error: BaseException) -> Iterator[tuple[str, str]]:

@@ -65,8 +65,9 @@ def attention_error(
         weights = scores.softmax(-1)
         sees = scores.amax(-1, keepdim=True) > -3e4  # else: a row of padding
         allowed = 8 * unit * (1 + largest) * (weights @ values.abs()) + 1e-5 * values.abs().amax()
-        difference = (result[:, own, picked].float() - weights @ values).abs() / allowed
-        worst.append(torch.where(sees, difference, 0.0).amax())
+        difference = (result[:, own, picked].float() - weights @ values).abs()
+        differs = difference != 0  # else 0 / 0, where all values are 0; NaN differs
+        worst.append(torch.where(sees & differs, difference / allowed, 0.0).amax())
     return torch.stack(worst).amax()
 
 
