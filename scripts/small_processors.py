@@ -180,9 +180,9 @@ def build_processor(model_type: str, config: Any, tokenizer: Any, template: str)
         parts["qformer_tokenizer"] = tokenizer
     if "protein_tokenizer" in takes:
         parts["protein_tokenizer"] = tokenizer
-    for part in ("video_processor", "feature_extractor"):
+    for part in ("video_processor", "feature_extractor", "audio_processor"):
         if part in takes:
-            parts[part] = _listed(part, model_type, own.get(part, {}))
+            parts[part] = _listed(part.replace("audio_processor", "feature_extractor"), model_type, own.get(part, {}))
     values = {name: _value(name, fields) for name in takes if name not in (*parts, "self", "kwargs", "chat_template")}
     values = {name: value for name, value in values.items() if value is not None} | dict(own.get("processor", {}))
     made = kind(**parts, **values)

@@ -120,6 +120,11 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "ovis2": {".hidden_size": 256},
     "llama4": {".vision_config.intermediate_size": 768, ".vision_config.vision_output_dim": 1024},
     "nemotron_h_omni": {"image_token_id": 600},
+    "xlnet": {".d_head": 64},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {".layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], ".num_hidden_layers": 4},
+    "zamba2": {".n_mamba_heads": 8, ".hybrid_layer_ids": [1]},
+    "reformer": {"is_decoder": True, ".axial_pos_embds": False},
     "molmo2": {".vision_config.num_position_embeddings": 16, ".adapter_config.vision_feature_layer": [1, 0]},
     "blip-2": {"image_token_index": 600},
     "instructblip": {"image_token_index": 600},
@@ -238,9 +243,9 @@ def _divisor(fields: Mapping[str, Any]) -> int:
 
 
 def _divisors(fields: Mapping[str, Any]) -> Iterator[int]:
-    """What divides the number of heads and leaves two or more, the largest first; all of them where that is prime."""
+    """What divides the number of heads and leaves two to eight, the largest first; all of them where that is prime."""
     heads = next((value for key, value in fields.items() if _HEADS.fullmatch(key) and isinstance(value, int)), 0)
-    yield from (each for each in range(heads // 2, 0, -1) if heads % each == 0 and heads // each <= 4)
+    yield from (each for each in range(heads // 2, 0, -1) if heads % each == 0 and heads // each <= 8)
     if heads:
         yield heads
 

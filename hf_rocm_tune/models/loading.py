@@ -395,11 +395,14 @@ def _or_experts(stock: Callable[..., bool]) -> Callable[..., bool]:
 
 def _quantise(stock: Callable[..., Any]) -> Callable[..., Any]:
     def convert(self: Any, input_dict: Any, full_layer_name: Any = None, model: Any = None, **more: Any) -> Any:
-        ((name, weights),) = input_dict.items()
-        if not is_expert_weight(model, name):
-            return stock(self, input_dict, full_layer_name, model, **more)
-        weights = weights[0] if isinstance(weights, list) else weights
-        return {name: pack_nf4(name, weights, self.hf_quantizer.quantization_config)}
+        made: dict[str, Any] = {}
+        for name, weights in input_dict.items():  # several where files have them in one: Sarvam's queries, keys, values
+            if is_expert_weight(model, name):
+                whole = weights[0] if isinstance(weights, list) else weights
+                made[name] = pack_nf4(name, whole, self.hf_quantizer.quantization_config)
+            else:
+                made |= stock(self, {name: weights}, full_layer_name, model, **more)
+        return made
 
     return convert
 

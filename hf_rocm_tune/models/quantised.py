@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,14 +72,16 @@ def require_bitsandbytes(device: torch.device, flag: str) -> None:
         )
 
 
-_CASTS = {"dtype", "type", "to", "float"}
-_CAST_WEIGHT = re.compile(r"\bself\.([\w.]+)\.weight\.(?:dtype\b(?!\)*\.is_floating_point)|(?:type|to|float)\()")
+_CASTS = {"dtype", "type", "to", "float", "clamp", "clamp_"}
+_CAST_WEIGHT = re.compile(
+    r"\bself\.([\w.]+)\.weight\.(?:dtype\b(?!\)*\.is_floating_point)|(?:data\.)?(?:type|to|float|clamp_?)\()"
+)
 
 
 def cast_targets(model: nn.Module) -> list[str]:
-    """Names of the linear layers to whose weight's dtype a module casts their input, or whose weight it casts itself.
+    """Names of linear layers to whose weight's dtype a module casts their input, or whose weight it casts or clamps.
 
-    Quantised weights are bytes: the cast would destroy the input, or give no weight. So these are not quantised.
+    Quantised weights are bytes: a cast would destroy the input, or give no weight. So these are not quantised.
     """
     modules = dict(model.named_modules())
     names = {kind: _casts(kind) for kind in {type(module) for module in modules.values()}}
@@ -91,16 +94,16 @@ def cast_targets(model: nn.Module) -> list[str]:
 
 
 def _casts(kind: Any) -> tuple[str, ...]:
-    """The attributes of a class to whose weight's dtype its ``forward`` casts, unless it is asked about first, or whose
-    weight it casts."""
-    code = getattr(kind.forward, "__code__", None)
-    if code is None or "weight" not in code.co_names or not _CASTS & set(code.co_names):
-        return ()
-    try:
-        source = inspect.getsource(code)
-    except (OSError, TypeError):  # of no file
-        return ()
-    return tuple(dict.fromkeys(_CAST_WEIGHT.findall(source)))
+    """The attributes of a class to whose weight's dtype its code casts, unless it is asked about first, or whose weight
+    it casts or clamps."""
+    found: list[str] = []
+    for function in (kind.forward, *vars(kind).values()):
+        code = getattr(function, "__code__", None)
+        if code is None or "weight" not in code.co_names or not _CASTS & set(code.co_names):
+            continue
+        with suppress(OSError, TypeError):  # of no file
+            found += _CAST_WEIGHT.findall(inspect.getsource(code))
+    return tuple(dict.fromkeys(found))
 
 
 def _attribute(module: Any, path: str) -> Any:

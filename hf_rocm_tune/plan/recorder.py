@@ -87,7 +87,10 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
     except FOREIGN_ERRORS as error:
         name = type(sample.base).__name__
         why = describe(sample.base.config, error)
-        raise UsageError(f"{name} cannot be planned: its step cannot be recorded ({why})") from error
+        fix = ""
+        if not request.pictures and "vision" in " ".join(sample.base.config.sub_configs):
+            fix = "; some models need pictures: give --dataset with rows that have some"
+        raise UsageError(f"{name} cannot be planned: its step cannot be recorded ({why}){fix}") from error
     finally:
         for hook in hooks:
             hook.remove()

@@ -102,10 +102,10 @@ _CODE_OF_MODELS = ("transformers.models.", "transformers_modules.", "timm.", "tr
 def _places(error: BaseException) -> Iterator[tuple[str, str]]:
     """The modules in which an error was raised and passed on, the innermost first, with file and line.
 
-    Not the modes of ours that torch asks about each operation.
+    Not what stands between a model and torch: the modes of ours, and the check of attention.
     """
     for frame, line in reversed([*walk_tb(error.__traceback__)]):
-        if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
+        if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__", "checked"):
             continue
         name = frame.f_globals.get("__name__", "")
         yield name, f"{os.path.basename(frame.f_code.co_filename)}, line {line}"

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.e2e.command import CommandServer
 from tests.e2e.conftest import assert_covered, done, flags, losses_of, report_of
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+import small_versions
 
 Trained = Callable[[str, str], Path]
 
@@ -134,3 +140,100 @@ def test_a_table_that_a_models_own_code_casts_is_no_damage(server: CommandServer
     done(server.run(*settings, *flags(output_dir=tmp_path / "out", load_in_4bit=True)))
     (row,) = report_of(tmp_path / "out")["rebaselined"]
     assert row["tensor"].endswith("pos_encoding")
+
+
+# ---- architectures of which one thing is otherwise -----------------------------------------------------------------
+
+
+def _trained_small(
+    model_type: str, server: CommandServer, place: Path, messages: Path, *more: str
+) -> tuple[Path, Any]:  # the small version, and what its training left
+    model = small_versions.build(model_type, "causal", place / "model", tiny.build_tokenizer())
+    words = flags(model_name_or_path=model, dataset_name=messages, max_steps=1, max_length=64)
+    words += flags(per_device_train_batch_size=1, save_strategy="no", output_dir=place / "out")
+    return model, server.run(*words, *more)
+
+
+def test_a_name_that_layers_of_other_kinds_have_as_well_is_adapted_by_its_paths(
+    server: CommandServer, tmp_path: Path
+) -> None:
+    """Inkling 2 has convolutions and norms beside experts that are called as the linear layers of its tower are."""
+    architecture = small_versions.model_types("image-text")["inkling2"]
+    small_versions.small_config("inkling2", architecture, {}).save_pretrained(tmp_path)
+    words = flags(model=tmp_path, gpu="rx7900xt", seq=64, method="lora")
+    assert "fits" in done(server.run(*words, "--json", env={"VERB": "plan"})).stdout
+
+
+def test_a_dense_model_of_an_architecture_with_routers_has_no_balancing_loss(
+    server: CommandServer, messages: Path, tmp_path: Path
+) -> None:
+    """Doge's default configuration is dense; transformers' balancing loss would read the first router's logits."""
+    _, result = _trained_small("doge", server, tmp_path, messages)
+    done(result)
+    assert_covered(report_of(tmp_path / "out"))
+
+
+def test_an_adapter_of_a_model_whose_configuration_has_no_end_token_is_merged(
+    server: CommandServer, messages: Path, tmp_path: Path
+) -> None:
+    """CPM-Ant's."""
+    _, result = _trained_small("cpmant", server, tmp_path, messages)
+    done(result)
+    done(server.run(str(tmp_path / "out"), str(tmp_path / "merged"), env={"VERB": "merge"}))
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+def test_weights_that_files_have_in_one_are_quantised_each(
+    server: CommandServer, messages: Path, tmp_path: Path
+) -> None:
+    """Sarvam's queries, keys and values, beside experts, which are packed by ours."""
+    _, result = _trained_small("sarvam_moe", server, tmp_path, messages, "--load_in_4bit")
+    done(result)
+    assert_covered(report_of(tmp_path / "out"))
+
+
+OWN_CODE = """from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
+from torch import nn
+
+
+class OwnForCausalLM(LlamaPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, **inputs):
+        raise AssertionError("it is not trained")
+"""
+
+
+def test_what_is_no_causal_language_model_is_refused_before_it_is_trained(
+    server: CommandServer, model_of: Callable[[str], Path], messages: Path, tmp_path: Path
+) -> None:
+    """A model whose own code is called so, and which cannot generate."""
+    model = shutil.copytree(model_of("llama3"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "own.py").write_text(OWN_CODE)
+    words = flags(model_name_or_path=model, dataset_name=messages, max_steps=1, max_length=64)
+    words += flags(output_dir=tmp_path / "out")
+    refused = server.run(*words, "--trust_remote_code")
+    assert refused.code == 2 and len(refused.error_lines) == 1, refused.stderr[-2000:]
+    assert "OwnForCausalLM is no causal language model: sft cannot train it" in refused.error_lines[0]
+
+
+def test_attention_over_values_that_are_all_zero_is_no_fault(
+    server: CommandServer, model_of: Callable[[str], Path], messages: Path, tmp_path: Path
+) -> None:
+    """As in a tower or a layer that has not been trained yet: nothing differs from nothing."""
+    model = shutil.copytree(model_of("llama3"), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    changed = {name: torch.zeros_like(each) if "v_proj" in name else each for name, each in weights.items()}
+    save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
+    words = flags(
+        model_name_or_path=model, dataset_name=messages, max_steps=1, max_length=64, lora_target_modules="q_proj"
+    )
+    done(server.run(*words, *flags(output_dir=tmp_path / "out")))
+    assert report_of(tmp_path / "out")["arithmetic"]["attention"] > 0

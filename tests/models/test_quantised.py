@@ -103,6 +103,18 @@ def test_layers_whose_weight_is_cast_are_named() -> None:
     assert cast_targets(model) == ["model.layers.0.mlp.router.classifier"]
 
 
+def test_layers_whose_weight_is_clamped_are_named() -> None:
+    """Gemma 3n's, outside of forward."""
+    from transformers import Gemma3nTextConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    more = {"vocab_size": 64, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "laurel_rank": 8}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Gemma3nTextConfig(**sizes, **more, activation_sparsity_pattern=[0.0]))
+    names = {name.rpartition(".")[2] for name in cast_targets(model)}
+    assert {"prediction_coefs", "correction_coefs"} <= names
+
+
 def test_bitsandbytes_without_a_library_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     require_bitsandbytes(torch.device("cpu"), "--load_in_4bit")
     from bitsandbytes import cextension

@@ -525,3 +525,22 @@ def test_a_model_without_a_stack_of_layers_is_not_streamed(tmp_path: Path) -> No
     assert (code, out) == (2, "") and err.endswith(
         "cannot identify the decoder layers of HrmTextForCausalLM; leave the flag out\n"
     )
+
+
+def test_where_a_model_needs_pictures_the_flag_is_named(tmp_path: Path) -> None:
+    """BLIP-2's forward takes no text alone."""
+    from transformers import Blip2Config
+
+    part = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Blip2Config(
+        vision_config={**part, "image_size": 28},
+        qformer_config={**part, "encoder_hidden_size": 64, "vocab_size": 64},
+        text_config={**text, "vocab_size": 512, "word_embed_proj_dim": 64},
+        image_token_index=500,
+    )
+    config.architectures = ["Blip2ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    code, out, err = run("--model", str(tmp_path), "--seq", "64", "--gpu", "rx7900xt", "--method", "lora")
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1
+    assert "'pixel_values'" in err and "give --dataset with rows that have some" in err

@@ -12,6 +12,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.train.arithmetic.attention import WatchedChoices
 from hf_rocm_tune.train.refusals import first_step_as_usage_error
 
+CODE = "transformers.models.doge.modeling_doge"
 WRITES = "a leaf Variable that requires grad is being used in an in-place operation."
 
 
@@ -27,17 +28,19 @@ def train(trainer: Any, error: Exception, module: str, step: int) -> None:
 @pytest.mark.parametrize(
     ("error", "module", "step", "said"),
     [
-        (IndexError("tuple index out of range"), "transformers.models.doge.modeling_doge", 0, "IndexError: tuple"),
+        (IndexError("tuple index out of range"), CODE, 0, "IndexError: tuple"),
         (RuntimeError(WRITES), "transformers_modules.theirs", 0, "give --gradient_checkpointing false"),
-        (RuntimeError("HIP error: an illegal memory access"), "transformers.models.doge.modeling_doge", 0, None),
-        (IndexError("tuple index out of range"), "transformers.models.doge.modeling_doge", 3, None),
+        (RuntimeError("expected scalar type Float but found BFloat16"), CODE, 0, "give --dtype bfloat16"),
+        (RuntimeError("The size of tensor a (5) must match"), "trl.kernels.chunked_logprob", 0, "TRL's loss fails"),
+        (RuntimeError("HIP error: an illegal memory access"), CODE, 0, None),
+        (IndexError("tuple index out of range"), CODE, 3, None),
         (IndexError("tuple index out of range"), "hf_rocm_tune.transfer.mover", 0, None),
     ],
 )
 def test_only_the_models_code_in_the_first_step_is_the_models(
     error: Exception, module: str, step: int, said: str | None
 ) -> None:
-    args = SimpleNamespace(activation_checkpointing=True, gradient_checkpointing=True)
+    args = SimpleNamespace(activation_checkpointing=True, gradient_checkpointing=True, bf16=False, fp16=False)
     trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=0), model=object(), args=args)
     with pytest.raises(UsageError if said else type(error)) as caught:
         train(trainer, error, module, step)
@@ -46,8 +49,10 @@ def test_only_the_models_code_in_the_first_step_is_the_models(
 
 def test_an_operation_that_passes_a_mode_of_ours_is_the_models_all_the_same() -> None:
     """The choices of experts are watched by such a mode: it stands between the model and each operation that raises."""
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=0), model=object(), args=SimpleNamespace())
-    space: dict[str, Any] = {"__name__": "transformers.models.doge.modeling_doge", "torch": torch}
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(global_step=0), model=object(), args=SimpleNamespace(bf16=True)
+    )
+    space: dict[str, Any] = {"__name__": CODE, "torch": torch}
     exec("def call():\n    torch.cat([torch.ones(1, 2), torch.ones(2, 3)])", space)
     with (
         pytest.raises(UsageError, match=r"its own code fails in the first step with RuntimeError: Sizes"),
