@@ -766,7 +766,7 @@ def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
     is that of the device.
     """
     device = _autocast_device(platform)
-    stock = torch.autocast
+    stock, stock_dtype = torch.autocast, torch.get_autocast_dtype
     enabled_before = torch.is_autocast_enabled(device)
     dtype_before = torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, enabled)
@@ -778,13 +778,13 @@ def autocast_flags(platform: str, enabled: bool) -> Iterator[None]:
         return stock(device_type, *rest, **more)
 
     def dtype_of(device_type: str) -> torch.dtype:  # Nemotron's norms ask for it
-        return stock_dtype(name if device_type == "meta" else device_type)
+        return stock_dtype(device if device_type == "meta" else device_type)
 
     torch.autocast, torch.get_autocast_dtype = autocast, dtype_of  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        torch.autocast = stock  # type: ignore[misc]
+        torch.autocast, torch.get_autocast_dtype = stock, stock_dtype  # type: ignore[misc]
         torch.set_autocast_enabled(device, enabled_before)
         torch.set_autocast_dtype(device, dtype_before)
 
