@@ -290,13 +290,13 @@ def _cast_unless_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRates:
-    lora_b: float | None = None  # of B, over ``--learning_rate`` (LoRA+, https://arxiv.org/abs/2402.12354)
-    embeddings: float | None = None  # of fully trained embeddings and output head, absolute
+    lora_b: float | None = None  # a factor of ``--learning_rate``, for B (LoRA+, https://arxiv.org/abs/2402.12354)
+    embeddings: float | None = None  # a rate, for embeddings and the output head that are trained whole
 
     def split(self, model: Any, optimizer: Any) -> None:
-        """Moves the parameters with other rates into groups of their own, after the others, with the same options."""
-        trained = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
-        rates: dict[int, float] = {}  # of a parameter, by its id
+        """Moves the parameters that have a rate of their own into new groups behind the others, options alike."""
+        trained = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}  # names by id
+        rates: dict[int, float] = {}  # rates by id, of the parameters to move
         if self.embeddings is not None:
             for module in (model.get_input_embeddings(), model.get_output_embeddings()):
                 if module is None:

@@ -353,7 +353,7 @@ def grid_of(
 ) -> list[Estimate]:
     """The estimates of every case that the request leaves open: micro-batch, checkpointing, streamed layers.
 
-    ``all_sizes``: also micro-batches of which a smaller one is certain not to fit; recording them takes time.
+    ``all_sizes``: also micro-batches that are larger than one that cannot fit; recording them takes time.
     """
     cases = [_case(request, size, request.length) for size in _micro_batches(request)]
     settings = _checkpointing_settings(recordings, request)
@@ -390,33 +390,43 @@ def _grid_on_card(
     *,
     all_sizes: bool,
 ) -> list[Estimate]:
-    """Each case with these settings of checkpointing, nothing streamed; where only checkpointing leaves enough, also
-    the best mix of layers that recompute and layers that do not."""
+    """Each case, from the smallest micro-batch up, with these settings of checkpointing, nothing streamed.
+
+    Where the case fits with checkpointing alone, also the best mix of layers that recompute and layers that do not.
+    """
     variant = recordings.variant
     layers = len(recordings.sample.layer_of)
+    open_settings = list(settings)  # those with which a larger micro-batch may still fit
     grid: list[Estimate] = []
     for case in cases:
-        options: dict[bool, Estimate] = {}  # by checkpointing
+        by_setting: dict[bool, Estimate] = {}
         try:
-            for checkpointing in settings:
-                options[checkpointing] = estimate(variant, replace(case, checkpointing=checkpointing), card)
+            for checkpointing in open_settings:
+                by_setting[checkpointing] = estimate(variant, replace(case, checkpointing=checkpointing), card)
         except UsageError:
             if grid and request.pictures:  # the windows of so many pictures take too many operations to be recorded
                 break
             raise
-        grid += options.values()
-        if request.mixes and request.checkpointing is None and True in options:
-            room = _room_for_mix(options.get(False), options[True], card)
+        grid += by_setting.values()
+        if request.mixes and request.checkpointing is None and True in by_setting:
+            room = _room_for_mix(by_setting.get(False), by_setting[True], card)
             if room is not None and recordings.mixes:
                 grid += _best_mix(variant, case, card, layers, room)
         if not all_sizes:
-            # streaming starts from the cases with checkpointing, however far they are from fitting
-            settings = [
-                checkpointing
-                for checkpointing in settings
-                if not _is_hopeless(options[checkpointing], variant) or (checkpointing and request.stream)
-            ]
+            open_settings = _still_open(by_setting, variant, streams=bool(request.stream))
     return grid
+
+
+def _still_open(by_setting: Mapping[bool, Estimate], variant: Variant, *, streams: bool) -> list[bool]:
+    """The settings of checkpointing to estimate with a larger micro-batch, too.
+
+    ``streams``: with checkpointing every size is needed, however far it is from fitting: streaming starts from it.
+    """
+    settings = []
+    for checkpointing, option in by_setting.items():
+        if not _is_hopeless(option, variant) or (checkpointing and streams):
+            settings.append(checkpointing)
+    return settings
 
 
 def _micro_batches(request: PlanRequest) -> list[int]:
@@ -443,10 +453,14 @@ def _checkpointing_settings(recordings: Recordings, request: PlanRequest) -> lis
 
 
 def _room_for_mix(kept: Estimate | None, recomputed: Estimate, card: CardMemory) -> float | None:
-    """How many bytes a mix of recomputation should leave: what the case does with checkpointing and does not without.
+    """How many bytes of the card a mix of layers that recompute and layers that do not should leave free.
 
-    ``kept``: without checkpointing; None: it is certain not to fit. ``recomputed``: with it. None: either both or none
-    leave what a choice should, and no mix is of use.
+    Of the rooms that a choice may leave, the first that the case leaves if all layers recompute, and does not leave if
+    none does. None: there is no such room, and no mix is of use.
+
+    Args:
+        kept: the case without recomputation; None: it is known not to fit.
+        recomputed: the case in which all layers recompute.
     """
     for room in card.rooms:
         if recomputed.spare >= room and (kept is None or kept.spare < room):
@@ -455,9 +469,13 @@ def _room_for_mix(kept: Estimate | None, recomputed: Estimate, card: CardMemory)
 
 
 def _is_hopeless(option: Estimate, variant: Variant) -> bool:
-    """Whether no larger micro-batch can fit: this one lacks more than its gradients, and those are all that a larger
-    one may save, where it is the only one of a step and has none to add to."""
-    return -option.spare > variant.weights.gradients
+    """Whether this micro-batch does not fit, and no larger one can.
+
+    A larger one takes more memory of everything but gradients: if it is the only one of its step, no older gradients
+    are kept for it. So none can fit if more than all gradients is missing.
+    """
+    missing_bytes = -option.spare
+    return missing_bytes > variant.weights.gradients
 
 
 def _streamed(variant: Variant, case: Case, card: CardMemory, count: int) -> Estimate:

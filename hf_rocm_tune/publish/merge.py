@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _SPARE_MEMORY = 2 << 30  # beside the weights: this process, the largest layer in float32
 _INDEX_FILE = "model.safetensors.index.json"
-_BESIDE = re.compile(r".*processor_config\.json|processor.*\.json|.*\.py|(LICENSE|NOTICE|USE_POLICY).*")
+_COPIED_FILES = re.compile(r".*processor_config\.json|processor.*\.json|.*\.py|(LICENSE|NOTICE|USE_POLICY).*")
 
 
 def merge(
@@ -120,9 +120,9 @@ def merge(
         if leftovers.tensors and not adapter.is_reward:
             copied = leftovers
         with staged_directory(out) as staging:
-            texts = _texts(directory, adapter, merged.config, trust_remote_code=trust_remote_code)
-            texts["README.md"] = merged_readme(base.hub_id, adapter.method, reward=adapter.is_reward).encode()
-            stored = _write(merged, staging, texts, max_shard_size, adapter.written, origin, copied)
+            files = _small_files(directory, adapter, merged.config, trust_remote_code=trust_remote_code)
+            files["README.md"] = merged_readme(base.hub_id, adapter.method, reward=adapter.is_reward).encode()
+            stored = _write(merged, staging, files, max_shard_size, adapter.written, origin, copied)
     except (OSError, SafetensorError) as error:  # safetensors has the system's error in words only
         why = getattr(error, "strerror", None) or error
         raise UsageError(
@@ -326,29 +326,40 @@ def _write(
     return nbytes
 
 
-def _texts(base: Path, adapter: Adapter, config: Any, *, trust_remote_code: bool) -> dict[str, bytes]:
-    """The small files of the result: tokenizer, generation settings, and what lies beside the base's weights.
+def _tokenizers(base: Path, adapter: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The base's tokenizer, and the one that the run wrote beside the adapter; None where there is none."""
+    loaded = []
+    for directory in (base, adapter):
+        tokenizer = None
+        if vocabulary.has_tokenizer(directory):
+            tokenizer = vocabulary.tokenizer_in(directory, trust_remote_code=trust_remote_code)
+        loaded.append(tokenizer)
+    of_base, of_run = loaded
+    return of_base, of_run
 
-    Special tokens that the run changed are changed in ``config``, the merged model's configuration, too.
+
+def _small_files(base: Path, adapter: Adapter, config: Any, *, trust_remote_code: bool) -> dict[str, bytes]:
+    """The result's files beside its weights, by name: tokenizer, generation settings, processors, code, licences.
+
+    In ``config``, the merged model's configuration, the ids of special tokens that the run changed are set.
     """
     files: dict[str, bytes] = {}
     for path in base.iterdir():
-        if path.is_file() and _BESIDE.fullmatch(path.name):
+        if path.is_file() and _COPIED_FILES.fullmatch(path.name):
             files[path.name] = path.read_bytes()
     files |= vocabulary.tokenizer_files(base, adapter.directory, trust_remote_code=trust_remote_code)
-    tokenizers = []  # the base's, and the adapter's
-    for directory in dict.fromkeys((base, adapter.directory)):
-        if vocabulary.has_tokenizer(directory):
-            tokenizers.append(vocabulary.tokenizer_in(directory, trust_remote_code=trust_remote_code))
+
+    of_base, of_run = _tokenizers(base, adapter.directory, trust_remote_code=trust_remote_code)
     text_config = config.get_text_config()
-    if len(tokenizers) == 2:
-        for key, value in vocabulary.changed_roles(*tokenizers).items():
-            setattr(text_config, key, value)
-    tokenizer = None  # whose end tokens the generation settings must have; a reward model writes no text
-    if tokenizers and not adapter.is_reward:
-        tokenizer = tokenizers[-1]
-    ends = getattr(text_config, "eos_token_id", None)  # not every configuration has one: CPM-Ant's
-    generation = vocabulary.generation_file(base, adapter.directory, tokenizer, fallback=ends)
+    if of_base is not None and of_run is not None:
+        for key, token_id in vocabulary.changed_roles(of_base, of_run).items():
+            setattr(text_config, key, token_id)
+
+    tokenizer = of_base if of_run is None else of_run
+    if adapter.is_reward:  # it writes no text
+        tokenizer = None
+    end_tokens = getattr(text_config, "eos_token_id", None)  # not every configuration has one: CPM-Ant's
+    generation = vocabulary.generation_file(base, adapter.directory, tokenizer, fallback=end_tokens)
     if generation is not None:
         files[GENERATION_FILE] = generation
     return files

@@ -99,8 +99,8 @@ class Replays:
         self._replayed = 0  # micro-batches
         # of this step
         self._is_due = False  # its first micro-batch is to be computed once before its real turn
-        self._is_awaited = False  # that has happened: the real turn is to be compared
-        self._is_wrong = False  # no two results agree yet
+        self._was_rehearsed = False  # that has happened: its real turn is to be compared
+        self._is_unconfirmed = False  # its real turn has happened, and no two results agree yet
         self._results: list[Figures] = []  # of the micro-batch that is replayed
         self._attempts = 0  # in which attention or a choice was wrong
         self._was_wrong = ""  # which of them
@@ -145,8 +145,8 @@ class Replays:
         self._begun += 1
         is_turn = self._begun == FIRST_STEPS + 1 or step % self._every == 0
         self._is_due = self.refusal is None and is_turn
-        self._is_awaited = False
-        self._is_wrong = False
+        self._was_rehearsed = False
+        self._is_unconfirmed = False
         self._results = []
         self._attempts = 0
 
@@ -183,7 +183,7 @@ class Replays:
             self._compare_ranks(first, run)
         elif first is not None:
             self._results = [first]
-            self._is_awaited = True
+            self._was_rehearsed = True
         trainer.transfer_report.count("arithmetic", replays=1)
 
     def _are_equal(self, result: Figures, other: Figures) -> bool:
@@ -202,33 +202,44 @@ class Replays:
     # ---- one process: the real turn is compared -----------------------------------------------------------------
 
     def compare(self, model: nn.Module, loss: Tensor, *, again: bool = False) -> None:
-        """After the first micro-step of a step that was rehearsed, and of each repetition (``again``): compare its
-        outcome with the earlier ones."""
-        is_compared = self._is_wrong if again else self._is_awaited
-        if not is_compared:
+        """Compare the result of a step's first micro-batch with the earlier results of the same micro-batch.
+
+        Called after its real turn, for which `rehearse` has a result, and each time that the step is computed ``again``
+        because no two results agreed. Two that agree are right. If none of `_RUNS` do, they are small differences of
+        kernels that add in another order each time, or a fault, with which `judge` ends the run.
+        """
+        is_expected = self._is_unconfirmed if again else self._was_rehearsed
+        if not is_expected:
             return
-        self._is_awaited = False
+        self._was_rehearsed = False
         result = _outcome(model, loss)
-        agrees = any(self._are_equal(result, earlier) for earlier in self._results)
+        is_confirmed = any(self._are_equal(result, earlier) for earlier in self._results)
         self._results.append(result)
-        if agrees:
+        if is_confirmed:
             self._record_deterministic()
-            if self._is_wrong:
+            if self._is_unconfirmed:
                 text = "the step was computed again, and equals an earlier one"
                 self._record_incident("gradients", "transient", "recovered", text)
         elif len(self._results) == _RUNS:
-            agrees = self._accept_as_nondeterminism([self._results])
-        self._is_wrong = not agrees
+            is_confirmed = self._accept_as_nondeterminism([self._results])
+        self._is_unconfirmed = not is_confirmed
 
     def _accept_as_nondeterminism(self, groups: list[list[Figures]]) -> bool:
-        """Take the kernels for not deterministic, if the results of each group, which should be equal, differ little
-        enough: how far they lie apart sets the bound within which all later ones are compared. False: too far."""
+        """Whether results that should be equal differ as little as those of kernels without a fixed order do.
+
+        If so, how far they lie apart sets the bound within which later ones are compared. On a processor, and on a card
+        that has given the same bits twice, no difference is accepted.
+
+        Args:
+            groups: results that should be equal: all of one process, or those of all ranks, run by run.
+        """
+        if self.deterministic or self._trainer.mover.device.type == "cpu":
+            return False
         spread = 0.0
         for results in groups:
-            for result, other in itertools.permutations(results, 2):
+            for result, other in itertools.permutations(results, 2):  # a distance is relative to the first
                 spread = max(spread, result.distance(other))
-        # Neither a CPU nor a card that has given the same bits twice gives others without a fault.
-        if spread > self._most_spread or self.deterministic or self._trainer.mover.device.type == "cpu":
+        if spread > self._most_spread:
             return False
         self.deterministic = False
         self.bound = max(_AT_LEAST, self.bound, _MARGIN * spread)
@@ -244,7 +255,7 @@ class Replays:
     def judge(self, _figures: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
         """What to do with the step, by its repetitions and attention, on this rank alone."""
         attention = self._attention_verdict(can_repeat=can_repeat)
-        if not self._is_wrong:
+        if not self._is_unconfirmed:
             return attention
         if not can_repeat:
             self._record_incident("gradients", "unknown", "skipped", "the step is skipped")

@@ -26,6 +26,7 @@ NORM, ROW, SCALE = 2.5, 5.0, 10.0
 """Multiples of what random rounding does: of a tensor's norm, of a row's, and of the scale of all of it."""
 WIDE = 0.5
 """A bound above this share of a tensor's norm says nothing."""
+_NEAR_OVERFLOW = 1 / 8  # of the largest number of a dtype
 _SCALE_LEAST = 1 / 8  # of a norm's rounding: a scale's is estimated from few numbers
 _MOVES = frozenset(
     f"aten::{name}"
@@ -300,7 +301,7 @@ class LayerDifference(NamedTuple):
     norm: float = 0.0  # of all of it
     row: float = 0.0  # of its worst row
     scale: float = 0.0  # how much larger or smaller all of it is
-    width: float = 0.0  # the bound of its norm, over the norm
+    width: float = 0.0  # of the bound of the norm, relative to the norm; infinite: not judged
 
     @property
     def ratio(self) -> float:
@@ -308,46 +309,56 @@ class LayerDifference(NamedTuple):
 
 
 def compare(name: str, computed: Tensor, exact: Tensor, rounded: Sequence[Tensor], largest: float) -> LayerDifference:
-    """How far a tensor of the device lies from the host's, over what rounding explains: all of it, its worst row, and
-    how much larger or smaller it is as a whole.
+    """How far a tensor that the device computed lies from the host's, in multiples of what rounding can do to it.
+
+    The host has computed it exactly (float32), and several times with random rounding: how far those lie from the exact
+    one is the noise. The device's error is divided by a multiple of the noise in three ways: over the whole tensor, in
+    its worst row (of the last dim; a tensor of one dim is one row), and as a change of its scale.
 
     Args:
         name: of the tensor, in the result.
-        computed: on the device.
-        exact: in float32 on the host.
-        rounded: the same, rounded at random in each of several runs; how far these lie from it is the noise.
-        largest: number of the device's dtype; near it a tensor is not judged.
+        computed: by the device.
+        exact: by the host in float32, of the same shape.
+        rounded: by the host with random rounding, once for each run.
+        largest: finite number of the device's dtype. A tensor with numbers near it may have overflowed on the device,
+            and is not judged: the result's bound is infinitely wide.
     """
     columns = max(exact.numel(), 1)
     if exact.dim() > 1:
         columns = exact.shape[-1]
     exact = exact.reshape(-1, columns)
-    if not exact.numel() or not bool((exact.abs() < largest / 8).all()):
+    may_overflow = not bool((exact.abs() < _NEAR_OVERFLOW * largest).all())
+    if not exact.numel() or may_overflow:
         return LayerDifference(name, width=math.inf)
+
     tiny = torch.finfo(torch.float32).tiny
-    noises = [run.reshape(-1, columns) - exact for run in rounded]
-    noise_of_rows = torch.stack([torch.linalg.vector_norm(noise, dim=1) for noise in noises]).square().mean(0).sqrt()
-    noise = float(noise_of_rows.norm())
-    size_of_rows = torch.linalg.vector_norm(exact, dim=1)
-    relative = noise / max(float(size_of_rows.norm()), tiny)
+    noise_of_runs = [run.reshape(-1, columns) - exact for run in rounded]
+    row_norms_of_runs = torch.stack([torch.linalg.vector_norm(noise, dim=1) for noise in noise_of_runs])
+    row_noise = row_norms_of_runs.square().mean(0).sqrt()  # the runs' root mean square, of shape [rows]
+    total_noise = float(row_noise.norm())
+    row_norm = torch.linalg.vector_norm(exact, dim=1)
+    relative_noise = total_noise / max(float(row_norm.norm()), tiny)
+    width = NORM * relative_noise
+
     error = computed.reshape(-1, columns).float() - exact
     if not bool(error.isfinite().all()):
-        return LayerDifference(name, norm=math.inf, width=NORM * relative)
-    allowed_of_rows = ROW * (noise_of_rows + relative * size_of_rows)
-    by_row = torch.linalg.vector_norm(error, dim=1) / allowed_of_rows.clamp_min(tiny)
-    noise_of_scale = max(_along(noise, exact) for noise in noises)
-    allowed_of_scale = SCALE * max(noise_of_scale, _SCALE_LEAST * relative)
+        return LayerDifference(name, norm=math.inf, width=width)
+    # A few runs may by chance have little noise in a row: its share of the whole tensor's is added.
+    row_bound = ROW * (row_noise + relative_noise * row_norm)
+    row_error = torch.linalg.vector_norm(error, dim=1)
+    scale_noise = max(_change_of_scale(noise, exact) for noise in noise_of_runs)
+    scale_bound = SCALE * max(scale_noise, _SCALE_LEAST * relative_noise)
     return LayerDifference(
         name,
-        norm=float(error.norm()) / max(NORM * noise, tiny),
-        row=float(by_row.amax()),
-        scale=_along(error, exact) / max(allowed_of_scale, tiny),
-        width=NORM * relative,
+        norm=float(error.norm()) / max(NORM * total_noise, tiny),
+        row=float((row_error / row_bound.clamp_min(tiny)).amax()),
+        scale=_change_of_scale(error, exact) / max(scale_bound, tiny),
+        width=width,
     )
 
 
-def _along(error: Tensor, exact: Tensor) -> float:
-    """The part of an error that makes all of a tensor larger or smaller."""
+def _change_of_scale(error: Tensor, exact: Tensor) -> float:
+    """By which share an error makes all of a tensor larger or smaller: its projection on the tensor."""
     square = exact.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
     return abs(float((error * exact).sum() / square))
 
