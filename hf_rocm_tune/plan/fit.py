@@ -453,13 +453,13 @@ def _checkpointing_settings(recordings: Recordings, request: PlanRequest) -> lis
 
 
 def _room_for_mix(kept: Estimate | None, recomputed: Estimate, card: CardMemory) -> float | None:
-    """How many bytes of the card a mix of layers that recompute and layers that do not should leave free.
+    """How many bytes of the card should stay free if some layers recompute and others do not; None: no use in that.
 
-    Of the rooms that a choice may leave, the first that the case leaves if all layers recompute, and does not leave if
-    none does. None: there is no such room, and no mix is of use.
+    `CardMemory.rooms` has the amounts that should stay free, the best first. A mix is of use for one that stays free if
+    all layers recompute, and does not if none does.
 
     Args:
-        kept: the case without recomputation; None: it is known not to fit.
+        kept: the case in which all activations are kept; None: it is known not to fit.
         recomputed: the case in which all layers recompute.
     """
     for room in card.rooms:
@@ -471,8 +471,8 @@ def _room_for_mix(kept: Estimate | None, recomputed: Estimate, card: CardMemory)
 def _is_hopeless(option: Estimate, variant: Variant) -> bool:
     """Whether this micro-batch does not fit, and no larger one can.
 
-    A larger one takes more memory of everything but gradients: if it is the only one of its step, no older gradients
-    are kept for it. So none can fit if more than all gradients is missing.
+    A larger micro-batch takes more memory for everything but gradients, which it may save: a step of one micro-batch
+    accumulates none. So no larger one fits if more is missing than all gradients take.
     """
     missing_bytes = -option.spare
     return missing_bytes > variant.weights.gradients

@@ -326,16 +326,11 @@ def _write(
     return nbytes
 
 
-def _tokenizers(base: Path, adapter: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
-    """The base's tokenizer, and the one that the run wrote beside the adapter; None where there is none."""
-    loaded = []
-    for directory in (base, adapter):
-        tokenizer = None
-        if vocabulary.has_tokenizer(directory):
-            tokenizer = vocabulary.tokenizer_in(directory, trust_remote_code=trust_remote_code)
-        loaded.append(tokenizer)
-    of_base, of_run = loaded
-    return of_base, of_run
+def _tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer in a directory; None where there is none."""
+    if not vocabulary.has_tokenizer(directory):
+        return None
+    return vocabulary.tokenizer_in(directory, trust_remote_code=trust_remote_code)
 
 
 def _small_files(base: Path, adapter: Adapter, config: Any, *, trust_remote_code: bool) -> dict[str, bytes]:
@@ -349,15 +344,16 @@ def _small_files(base: Path, adapter: Adapter, config: Any, *, trust_remote_code
             files[path.name] = path.read_bytes()
     files |= vocabulary.tokenizer_files(base, adapter.directory, trust_remote_code=trust_remote_code)
 
-    of_base, of_run = _tokenizers(base, adapter.directory, trust_remote_code=trust_remote_code)
+    base_tokenizer = _tokenizer_in(base, trust_remote_code=trust_remote_code)
+    run_tokenizer = _tokenizer_in(adapter.directory, trust_remote_code=trust_remote_code)
     text_config = config.get_text_config()
-    if of_base is not None and of_run is not None:
-        for key, token_id in vocabulary.changed_roles(of_base, of_run).items():
+    if base_tokenizer is not None and run_tokenizer is not None:
+        for key, token_id in vocabulary.changed_roles(base_tokenizer, run_tokenizer).items():
             setattr(text_config, key, token_id)
 
-    tokenizer = of_base if of_run is None else of_run
-    if adapter.is_reward:  # it writes no text
-        tokenizer = None
+    tokenizer = None  # a reward model writes no text
+    if not adapter.is_reward:
+        tokenizer = base_tokenizer if run_tokenizer is None else run_tokenizer
     end_tokens = getattr(text_config, "eos_token_id", None)  # not every configuration has one: CPM-Ant's
     generation = vocabulary.generation_file(base, adapter.directory, tokenizer, fallback=end_tokens)
     if generation is not None:

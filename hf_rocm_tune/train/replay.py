@@ -204,9 +204,10 @@ class Replays:
     def compare(self, model: nn.Module, loss: Tensor, *, again: bool = False) -> None:
         """Compare the result of a step's first micro-batch with the earlier results of the same micro-batch.
 
-        Called after its real turn, for which `rehearse` has a result, and each time that the step is computed ``again``
-        because no two results agreed. Two that agree are right. If none of `_RUNS` do, they are small differences of
-        kernels that add in another order each time, or a fault, with which `judge` ends the run.
+        `rehearse` has computed it once, before its real turn. This is called after the real turn, and each time the
+        step is computed ``again`` because no two results were equal. Two equal results are right. If no two of `_RUNS`
+        results are equal, then either the kernels add in another order each time, and the differences are small, or
+        something is faulty, and `judge` ends the run.
         """
         is_expected = self._is_unconfirmed if again else self._was_rehearsed
         if not is_expected:
@@ -227,8 +228,8 @@ class Replays:
     def _accept_as_nondeterminism(self, groups: list[list[Figures]]) -> bool:
         """Whether results that should be equal differ as little as those of kernels without a fixed order do.
 
-        If so, how far they lie apart sets the bound within which later ones are compared. On a processor, and on a card
-        that has given the same bits twice, no difference is accepted.
+        If so, their distance sets the bound within which later results count as equal. On a CPU, and on a card that has
+        given the same bits twice, no difference is accepted.
 
         Args:
             groups: results that should be equal: all of one process, or those of all ranks, run by run.
