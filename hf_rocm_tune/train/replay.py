@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -81,6 +82,14 @@ class Figures:
         return largest
 
 
+class _Awaits(Enum):
+    """What of the micro-batch that is replayed in this step is to be compared next."""
+
+    NOTHING = auto()
+    REAL_TURN = auto()  # it was computed once before
+    ANOTHER_RUN = auto()  # its real turn gave something else: the step is computed again
+
+
 class Replays:
     """See the module's description. The trainer owns one, and calls it in the order of the methods.
 
@@ -99,8 +108,7 @@ class Replays:
         self._replayed = 0  # micro-batches
         # of this step
         self._is_due = False  # its first micro-batch is to be computed once before its real turn
-        self._was_rehearsed = False  # that has happened: its real turn is to be compared
-        self._is_unconfirmed = False  # its real turn has happened, and no two results agree yet
+        self._awaits = _Awaits.NOTHING
         self._results: list[Figures] = []  # of the micro-batch that is replayed
         self._attempts = 0  # in which attention or a choice was wrong
         self._was_wrong = ""  # which of them
@@ -145,8 +153,7 @@ class Replays:
         self._begun += 1
         is_turn = self._begun == FIRST_STEPS + 1 or step % self._every == 0
         self._is_due = self.refusal is None and is_turn
-        self._was_rehearsed = False
-        self._is_unconfirmed = False
+        self._awaits = _Awaits.NOTHING
         self._results = []
         self._attempts = 0
 
@@ -183,7 +190,7 @@ class Replays:
             self._compare_ranks(first, run)
         elif first is not None:
             self._results = [first]
-            self._was_rehearsed = True
+            self._awaits = _Awaits.REAL_TURN
         trainer.transfer_report.count("arithmetic", replays=1)
 
     def _are_equal(self, result: Figures, other: Figures) -> bool:
@@ -209,30 +216,33 @@ class Replays:
         results are equal, then either the kernels add in another order each time, and the differences are small, or
         something is faulty, and `judge` ends the run.
         """
-        is_expected = self._is_unconfirmed if again else self._was_rehearsed
-        if not is_expected:
+        expected = _Awaits.ANOTHER_RUN if again else _Awaits.REAL_TURN
+        if self._awaits is not expected:
             return
-        self._was_rehearsed = False
         result = _outcome(model, loss)
-        is_confirmed = any(self._are_equal(result, earlier) for earlier in self._results)
+        is_equal = any(self._are_equal(result, earlier) for earlier in self._results)
         self._results.append(result)
-        if is_confirmed:
+        if is_equal:
+            self._awaits = _Awaits.NOTHING
             self._record_deterministic()
-            if self._is_unconfirmed:
+            if again:
                 text = "the step was computed again, and equals an earlier one"
                 self._record_incident("gradients", "transient", "recovered", text)
-        elif len(self._results) == _RUNS:
-            is_confirmed = self._accept_as_nondeterminism([self._results])
-        self._is_unconfirmed = not is_confirmed
+        elif len(self._results) == _RUNS and self._learn_bound(self._results):
+            self._awaits = _Awaits.NOTHING
+        else:
+            self._awaits = _Awaits.ANOTHER_RUN
 
-    def _accept_as_nondeterminism(self, groups: list[list[Figures]]) -> bool:
-        """Whether results that should be equal differ as little as those of kernels without a fixed order do.
+    def _learn_bound(self, *groups: list[Figures]) -> bool:
+        """Learn how far equal results may lie apart, if these differ as little as those of kernels without fixed order.
 
-        If so, their distance sets the bound within which later results count as equal. On a CPU, and on a card that has
-        given the same bits twice, no difference is accepted.
+        Never on a CPU, nor on a card that has given the same bits twice: there every difference is a fault.
 
         Args:
             groups: results that should be equal: all of one process, or those of all ranks, run by run.
+
+        Returns:
+            Whether the bound was learned: within it later results count as equal.
         """
         if self.deterministic or self._trainer.mover.device.type == "cpu":
             return False
@@ -256,7 +266,7 @@ class Replays:
     def judge(self, _figures: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
         """What to do with the step, by its repetitions and attention, on this rank alone."""
         attention = self._attention_verdict(can_repeat=can_repeat)
-        if not self._is_unconfirmed:
+        if self._awaits is not _Awaits.ANOTHER_RUN:
             return attention
         if not can_repeat:
             self._record_incident("gradients", "unknown", "skipped", "the step is skipped")
@@ -308,7 +318,7 @@ class Replays:
         runs: list[list[Figures]] = []  # of each run the figures of all ranks
         while not runs or not self._all_equal(runs[-1]):
             if len(runs) == _RUNS:
-                if self._accept_as_nondeterminism(runs):
+                if self._learn_bound(*runs):
                     return
                 text = f"the cards differ each time: {_steadiness(runs)}"
                 self._record_incident("gradients", "repeatable", "stopped", text)
