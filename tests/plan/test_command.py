@@ -241,6 +241,11 @@ def test_four_bits_are_never_rated_faster_than_published_runs_were(planned: Any)
     assert ratios[1, False] < ratios[4, False]  # unpacking costs the same for few tokens as for many
 
 
+def test_host_memory_limits_only_what_is_streamed(planned: Any) -> None:
+    found = planned("--seq", "384", "--gpu", "rx7900xt", "--host_gib", "0.01")
+    assert found["fits"] and not any(choice["host_missing"] for choice in found["grid"])
+
+
 def test_the_command_is_the_planned_job(small: str, planned: Any, tmp_path: Path) -> None:
     data = tiny.write_messages_jsonl(tmp_path / "rows.jsonl", 2)
     flags = ["--seq", "384", "--effective_batch", "6", "--rank", "8", "--targets", "q_proj", "--gpu", "rx7900xt"]
