@@ -71,6 +71,7 @@ REASONS = {
     "qwen4_exp": "planned: its indexer loops over each token of each row",
     "qwen4_exp_text": "planned: its indexer loops over each token of each row",
     "rwkv": "planned: it loops over each token",
+    "mistral4": "it reads no pictures, though transformers lists it: its rows are text",
     "pi0": "it gives movements of a robot, no text",
     "shieldgemma2": "transformers lists it with Gemma 3's class, and its files are a classifier's",
     "blt": "its patches follow from the content of a row",

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError
 from hf_rocm_tune.models import recompute
-from hf_rocm_tune.models.experts import CHECKED_AT_ONCE
+from hf_rocm_tune.models.experts import CHECKED_AT_ONCE, experts_of, is_packed
 from hf_rocm_tune.models.incomplete import describe
 from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment
 from hf_rocm_tune.plan.request import PlanRequest, quiet
@@ -36,8 +36,9 @@ aten = torch.ops.aten
 _SELECTIVE_LAUNCHES = 3
 #: Steps of more operations are not recorded, as that would take many seconds.
 MOST_OPERATIONS = 20_000
-#: Of steps with pictures (Qwen2.5-VL computes every window by itself), and of models that are recorded whole.
-MOST_WITH_PICTURES = 100_000
+#: Of steps with pictures (Qwen2.5-VL computes every window by itself), of models that are recorded whole, and of
+#: experts in 4 bits, which are multiplied one by one: Qwen3-Next has 512.
+MOST_OF_MANY = 100_000
 
 
 @quiet()
@@ -51,7 +52,7 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
         tape,
         existing=[*model.parameters(), *model.buffers()],
         platform=platform,
-        most=MOST_WITH_PICTURES if request.pictures or sample.is_one_layer else MOST_OPERATIONS,
+        most=_most_operations(sample),
         checks_tower=bool(request.pictures),
     )
     mode = DeviceMode(
@@ -112,6 +113,11 @@ def _kernels_of_the_loss(request: PlanRequest) -> str:
     if request.triton:
         return "triton"
     return "plain"
+
+
+def _most_operations(sample: Sample) -> int:
+    many = sample.request.pictures or sample.is_one_layer
+    return MOST_OF_MANY if many or any(is_packed(each) for _, each in experts_of(sample.base)) else MOST_OPERATIONS
 
 
 def _forward(

@@ -20,6 +20,7 @@ from hf_rocm_tune.plan.estimate import GIB, CardMemory
 from hf_rocm_tune.plan.request import PUBLIC_MODELS, PlanRequest, from_training, public_model
 from hf_rocm_tune.settings import arguments
 from tests import tiny
+from tests.small_models import EXPERTS
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 LAYERS = 2
@@ -549,3 +550,13 @@ def test_where_a_model_needs_pictures_the_flag_is_named(tmp_path: Path) -> None:
     code, out, err = run("--model", str(tmp_path), "--seq", "64", "--gpu", "rx7900xt", "--method", "lora")
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
     assert "'pixel_values'" in err and "give --dataset with rows that have some" in err
+
+
+def test_many_experts_in_4_bits_are_planned(tmp_path: Path) -> None:
+    """They are multiplied one by one: Qwen3-Next-80B has 512, and was offered streaming in 16 bits only."""
+    fields = {**EXPERTS, "num_hidden_layers": 3, "num_experts": 512, "num_experts_per_tok": 8}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    words = ("--seq", "64", "--gpu", "rx7900xt", "--method", "qlora", "--effective_batch", "1")
+    code, out, err = run("--model", str(tmp_path), *words, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["choice"]["method"] == "qlora"
