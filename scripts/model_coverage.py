@@ -33,7 +33,7 @@ import small_processors  # noqa: E402
 import small_versions  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-_KEPT = ROOT / "benchmarks" / "results" / "2026-11-29-cpu-model-coverage.json"
+_KEPT = ROOT / "benchmarks" / "results" / "2026-11-30-cpu-model-coverage.json"
 RESULTS = Path(os.environ.get("COVERAGE_RESULTS", _KEPT))
 METHODS = {"LoRA": [], "QLoRA": ["--load_in_4bit"], "all weights": ["--use_peft", "false"]}
 CELLS = (*METHODS, "plan", "merge")

@@ -228,14 +228,13 @@ def _load_verified(
     from trl.trainer.utils import create_model_from_path
 
     four_bit = source.quantization is not None and source.quantization.load_in_4bit
-    reads_more_than_text = config.get_text_config() is not config
     report = LoadReport(mover)
     contexts: list[AbstractContextManager[Any]] = [
         packed_experts(
             mover,
             nf4=four_bit and has_experts(config),
             mxfp4=has_mxfp4(config) and source.packed and not on_host,
-            cast=source.quantization is not None and reads_more_than_text,
+            cast=source.quantization is not None,
             report=report,
         )
     ]

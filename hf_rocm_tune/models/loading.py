@@ -25,6 +25,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import CorruptionError, device_shortage, shortage_in
@@ -101,6 +102,11 @@ def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Move
         for name, tensor, memory in streamer.read_apart():
             live[file_name(name)] = tensor if _is_quantised(tensor) else memory
             on_host[file_name(name)] = memory
+    transposed = {  # GPT-2's, by bitsandbytes' layers in their place
+        file_name(f"{path}.weight")
+        for path, module in model.named_modules()
+        if issubclass(getattr(module, "source_cls", nn.Linear), Conv1D)
+    }
     read = {(os.path.realpath(file), name): known for (file, name), known in mover.loaded.items()}
     converted: dict[str, tuple[Path, Tensor]] = {}  # by names in the files, what the load fused or renamed on the host
     for file in files_of(model)[0]:
@@ -113,6 +119,7 @@ def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Move
                 mover.read_from(os.fspath(file), name, digest(held))
             if name in live and not is_converted(name):
                 if as_loaded:
+                    held = held.T if name in transposed else held
                     _require_as_in_file(file, name, held, live[name], on_host.get(name, live[name]), seen, mover)
             elif not seen:
                 converted[name] = file, held

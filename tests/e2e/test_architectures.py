@@ -26,7 +26,14 @@ Trained = Callable[[str, str], Path]
 
 METHODS = ("lora", "qlora")
 CELLS = [(arch, method) for arch in tiny.ARCHITECTURES for method in METHODS]
-SAMPLE = {("llama3", "lora"), ("gemma3", "qlora"), ("gpt2", "lora"), ("qwen3_moe", "qlora"), ("gpt_oss", "lora")}
+SAMPLE = {
+    ("llama3", "lora"),
+    ("gemma3", "qlora"),
+    ("gpt2", "lora"),
+    ("gpt2", "qlora"),
+    ("qwen3_moe", "qlora"),
+    ("gpt_oss", "lora"),
+}
 """Tied and untied, Linear and Conv1D, both kinds of experts."""
 OTHERWISE = {("qwen3_moe", "qlora"), ("gpt_oss", "qlora")}
 """Experts are in 4 bit here, which plain transformers leaves as they are: other logits."""
