@@ -98,7 +98,7 @@ def _casts(kind: Any) -> tuple[str, ...]:
     it casts or clamps."""
     found: list[str] = []
     for function in (kind.forward, *vars(kind).values()):
-        code = getattr(function, "__code__", None)
+        code = getattr(inspect.unwrap(function), "__code__", None)  # without a decorator such as `torch.no_grad`
         if code is None or "weight" not in code.co_names or not _CASTS & set(code.co_names):
             continue
         with suppress(OSError, TypeError):  # of no file

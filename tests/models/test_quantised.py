@@ -103,6 +103,22 @@ def test_layers_whose_weight_is_cast_are_named() -> None:
     assert cast_targets(model) == ["model.layers.0.mlp.router.classifier"]
 
 
+def test_what_stands_behind_a_decorator_is_read_too() -> None:
+    """DeepSeek-like indexers compute without gradients."""
+
+    class Indexer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(64, 64)
+
+        @torch.no_grad()
+        def forward(self, hidden: Tensor) -> Tensor:
+            scores: Tensor = self.proj(hidden.to(self.proj.weight.dtype))
+            return scores
+
+    assert cast_targets(Indexer()) == ["proj"]
+
+
 def test_layers_whose_weight_is_clamped_are_named() -> None:
     """Gemma 3n's, outside of forward."""
     from transformers import Gemma3nTextConfig

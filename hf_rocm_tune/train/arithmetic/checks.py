@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models import experts, loss, products
 from hf_rocm_tune.models.quantised import Watch, dequantised, on_dequantised
 from hf_rocm_tune.models.trainer_parts import OwningTrainer
@@ -190,6 +191,11 @@ class ArithmeticChecks:
         """Check a product ``y`` of ``x``, and in backward the product with the gradient of ``y``."""
         if self._paused or x.numel() == 0:
             return
+        if layer.quantised and not x.is_floating_point():
+            raise UsageError(
+                f"{layer.name}: the model's own code casts its input to the dtype of its weight, which holds bytes in "
+                f"{layer.quantised}: train without --load_in_4bit and --load_in_8bit"
+            )
         dtype = layer.dtype_for(x, y)
         if dtype is None:
             return
