@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from tests import tiny
@@ -395,6 +396,18 @@ def test_widths_that_bitsandbytes_dequantises_wrongly_on_a_cpu_are_refused_at_th
     model = tiny.build("llama3", scratch / "models", intermediate_size=208)
     line = bench.refused("--load_in_4bit", model_name_or_path=model)
     assert "down_proj.weight" in line and "208" in line and "use a GPU, or leave out --load_in_4bit" in line
+
+
+def test_of_narrow_rows_more_than_the_first_are_looked_at(bench: Bench, scratch: Path) -> None:
+    """The first ones are right by chance: all their blocks have one scale."""
+    model = shutil.copytree(tiny.build("llama3", scratch / "models", intermediate_size=16), scratch / "one scale")
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("down_proj.weight"):
+            tensor[:8] = 1.0
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    line = bench.refused("--load_in_4bit", model_name_or_path=model)
+    assert "down_proj.weight wrongly, whose rows of 16 values" in line
 
 
 def test_a_model_without_gradient_checkpointing_trains_without_it_and_the_flag_is_refused(
