@@ -86,8 +86,12 @@ class RankStatus:
 
     def others(self) -> list[Rank]:
         """The other ranks that have joined and not left, alive or not."""
-        others = []
-        for file in sorted(self.directory.glob("rank-*")):
+        others: list[Rank] = []
+        try:
+            files = sorted(self.directory.glob("rank-*"))
+        except FileNotFoundError:  # another rank, which saw nobody left, has deleted the directory
+            return others
+        for file in files:
             if file == self._file:
                 continue
             with suppress(OSError, ValueError):  # gone, or being written

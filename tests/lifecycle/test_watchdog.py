@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,6 +166,26 @@ def test_where_the_telling_fails_or_hangs_with_the_lock_of_the_interpreter_it_en
     bad = ranks.start(["work", 0.2], ["spin"], alone=True, on_stall=harm, last_s=1.5)
     assert ranks.wait() == [4]
     assert bad.stderr is not None and ("a bug in what tells of a stall" in bad.stderr.read()) == (harm == "raise")
+
+
+def test_ranks_that_leave_at_once_do_not_stumble_over_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that sees nobody left deletes the directory while the other still looks into it."""
+    place = tmp_path / "place"
+    one, other = RankStatus(place, 0), RankStatus(place, 1)
+    stock = os.scandir
+
+    def scandir(path: Any) -> Any:
+        monkeypatch.setattr(os, "scandir", stock)
+        if Path(path) == place:
+            other.leave()
+            shutil.rmtree(place)
+        return stock(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    one.leave()
+    assert not place.exists() and os.scandir is stock
 
 
 def test_a_torn_file_is_nobody_and_a_place_that_others_can_enter_is_refused(tmp_path: Path) -> None:
