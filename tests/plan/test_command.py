@@ -242,6 +242,17 @@ def test_four_bits_are_never_rated_faster_than_published_runs_were(planned: Any)
     assert ratios[1, False] < ratios[4, False]  # unpacking costs the same for few tokens as for many
 
 
+def test_a_card_that_is_named_says_nothing_of_this_machines_memory(planned: Any) -> None:
+    assert planned("--seq", "384", "--gpu", "rx7900xt")["card"]["host"] is None
+    assert planned("--seq", "384", "--vram", "20")["card"]["host"] is None
+
+
+def test_on_several_cards_the_evaluation_batch_is_planned_too(planned: Any) -> None:
+    flags = ("--seq", "384", "--gpu", "rx7900xt", "--effective_batch", "8")
+    one, two = planned(*flags)["choice"]["eval_batch"], planned(*flags, "--cards", "2")["choice"]["eval_batch"]
+    assert one > 0 and two > 0
+
+
 def test_host_memory_limits_only_what_is_streamed(planned: Any) -> None:
     found = planned("--seq", "384", "--gpu", "rx7900xt", "--host_gib", "0.01")
     assert found["fits"] and not any(choice["host_missing"] for choice in found["grid"])
