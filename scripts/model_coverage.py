@@ -222,7 +222,8 @@ def page(found: dict[str, Any]) -> str:
         "each as a small version of its own configuration",
         "with random weights, on a CPU, by the real commands. *trained*: two steps of `sft`, all verified, with"
         " pictures in the rows where a model reads them.",
-        "*planned*: for a 20 GB card. *merged*: the adapter of LoRA into the weights. Words after *yes* are a flag"
+        "*planned*: for a 20 GB card, rows of at most 256 tokens (1,200 in some cells with pictures). "
+        "*merged*: the adapter of LoRA into the weights. Words after *yes* are a flag"
         " that the refusal of the bare command names.",
         "Where a reason stands before what was said, it was found out; else sizes of a small version may not fit each"
         " other.",

@@ -79,8 +79,8 @@ def record_host_tensors(model: nn.Module, mover: Mover) -> None:
 def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Mover, *, as_loaded: bool = True) -> None:
     """Record digests of the tensors of a model's files that were loaded, for the comparison with the files' SHA-256.
 
-    What crossed unchanged has been recorded; what was cast, fused or quantised on the host is read once more, and what
-    was only cast must be equal to it.
+    What crossed unchanged has been recorded. All else is read once more, and what was loaded must be equal to it: as it
+    is, cast, quantised again, or converted back from what transformers fused or renamed.
 
     Args:
         model: loaded from files.
@@ -155,7 +155,8 @@ def _require_as_converted(
 ) -> None:
     """Compare tensors that transformers renamed or fused with the file's, converted back as a save does it.
 
-    One layer at a time: a fused tensor is copied for it. What a quantisation has packed is not compared.
+    One layer at a time: a fused tensor is copied for it. Not compared: what a quantisation has packed, and a checkpoint
+    that was saved quantised.
 
     Raises:
         CorruptionError: another tensor was loaded.
@@ -168,7 +169,7 @@ def _require_as_converted(
     for of_layer in dense.values():
         try:
             as_saved = revert_weight_conversion(base, of_layer)
-        except NotImplementedError:  # a checkpoint that was saved quantised has conversions without a way back
+        except NotImplementedError:  # the conversions of a checkpoint that was saved quantised have no way back
             return
         for name, tensor in as_saved.items():
             if name not in converted:
