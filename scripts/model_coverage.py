@@ -65,8 +65,6 @@ REASONS = {
     "musicgen": "it writes codes of sounds, no text",
     "musicgen_melody": "it writes codes of sounds, no text",
     "fuyu": "its processor drops a row's first token, where Llama's tokenizer has one of its own",
-    "moss_transcribe_diarize": "its processor takes no rows without sounds as TRL gives them",
-    **dict.fromkeys(("trocr", "whisper"), "its processor gives a text's tokens without a list, as TRL expects"),
     "reformer": "its reversible layers hand no gradient to adapters where the embeddings are frozen",
     "qwen4_exp": "planned: its indexer loops over each token of each row",
     "qwen4_exp_text": "planned: its indexer loops over each token of each row",

@@ -34,6 +34,7 @@ from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.rendering import lacking_tokens
 from hf_rocm_tune.data.sources import Splits, fault_of_stream
 from hf_rocm_tune.data.summary import lengths_of
+from hf_rocm_tune.data.text_alone import with_text_alone
 from hf_rocm_tune.errors import MemoryFaultError, PictureError, TuneError, UsageError
 from hf_rocm_tune.job import announce, preview, rows
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
@@ -498,7 +499,7 @@ def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
 
 
 def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizerBase:
-    """The tokenizer; TRL is not told of a chat template by name, which the tokenizer then has."""
+    """The tokenizer or processor; TRL is not told of a chat template by name, which the tokenizer then has."""
     training = arguments.training
     path = getattr(training, "chat_template_path", None)
     tokenizer = load_tokenizer(source, path)
@@ -509,7 +510,8 @@ def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizer
             # TRL adds tokens with a template that it takes from a tokenizer, and trains their embeddings
             training.chat_template_path = tokens_for(tokenizer.chat_template, lacking, end)
             announce.say(f"tokens that the chat template needs are added and trained: {', '.join(lacking)}")
-    return tokenizer
+    readable: PreTrainedTokenizerBase = with_text_alone(tokenizer)
+    return readable
 
 
 class _EarlyStopping(EarlyStoppingCallback):
