@@ -66,6 +66,7 @@ from hf_rocm_tune.models.factory import (
     tokens_for,
 )
 from hf_rocm_tune.models.placement import release_memory
+from hf_rocm_tune.models.quantised import too_narrow_on_cpu
 from hf_rocm_tune.models.split import device_map
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.paths import expand_user
@@ -541,6 +542,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
             "loading this model draws random numbers, from which TRL's adapter would go on; here the seed is set again "
             "after it: with the same seed the adapter starts from other values than TRL's"
         )
+    if job.arguments.model.load_in_4bit and training.device.type == "cpu":
+        _say_narrow(model)
     leave_out_missing_routers(job.arguments, model)
     check_model(job.arguments.method, model)
     with_own_head = job.arguments.method == "sft" and bool(own_head.why_own_head(model))
@@ -606,6 +609,17 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
         data=tuple(summary.to_dict() for summary in summaries.values()),
     )
     return trainer, facts
+
+
+def _say_narrow(model: Any) -> None:
+    """Which layers of a model in 4 bits a CPU has in 16."""
+    head = model.get_output_embeddings()  # which is in 16 bits everywhere
+    names = {name.rpartition(".")[2] for name in too_narrow_on_cpu(model) if model.get_submodule(name) is not head}
+    if names:
+        announce.say(
+            f"not in 4 bits: {', '.join(sorted(names))}, whose rows bitsandbytes would dequantise wrongly on a CPU, as "
+            "they are no multiple of its blocks"
+        )
 
 
 def _fit_checkpointing(job: Job, model: Any) -> None:

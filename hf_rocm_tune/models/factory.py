@@ -228,6 +228,7 @@ def _load_verified(
     from trl.trainer.utils import create_model_from_path
 
     four_bit = source.quantization is not None and source.quantization.load_in_4bit
+    on_cpu = all(str(device) == "cpu" for device in arguments["device_map"].values())
     report = LoadReport(mover)
     contexts: list[AbstractContextManager[Any]] = [
         packed_experts(
@@ -235,6 +236,7 @@ def _load_verified(
             nf4=four_bit and has_experts(config),
             mxfp4=has_mxfp4(config) and source.packed and not on_host,
             cast=source.quantization is not None,
+            narrow=four_bit and on_cpu,
             report=report,
         )
     ]

@@ -40,7 +40,7 @@ from hf_rocm_tune.models.placement import (
     quantised_again,
     remember_read,
 )
-from hf_rocm_tune.models.quantised import cast_targets, linear_in_name_only
+from hf_rocm_tune.models.quantised import cast_targets, linear_in_name_only, too_narrow_on_cpu
 from hf_rocm_tune.models.streamed import Streamed
 from hf_rocm_tune.models.streaming import leave_device, streamer_of
 from hf_rocm_tune.models.tensors import places_of, tensors_of
@@ -313,11 +313,18 @@ class LoadReport:
 
 @contextmanager
 def packed_experts(
-    mover: Mover, *, nf4: bool = False, mxfp4: bool = False, cast: bool = False, report: LoadReport
+    mover: Mover,
+    *,
+    nf4: bool = False,
+    mxfp4: bool = False,
+    cast: bool = False,
+    narrow: bool = False,
+    report: LoadReport,
 ) -> Iterator[None]:
     """Within the block experts become packed: ``nf4``: quantised as they arrive; ``mxfp4``: as they are in the files.
 
-    ``cast``: layers to whose weight's dtype their input is cast stay unquantised.
+    ``cast``: layers to whose weight's dtype their input is cast stay unquantised; ``narrow``: and those that
+    bitsandbytes would dequantise wrongly on a CPU.
 
     Raises:
         SeamError: transformers has moved a place on which this feature stands.
@@ -325,7 +332,8 @@ def packed_experts(
     noting = partial(_noting, report)
     with ExitStack() as stack:
         if nf4 or cast:
-            stack.enter_context(upstream.replaced("unquantised_layers", partial(_and_what_must_stay, routers=nf4)))
+            staying = partial(_and_what_must_stay, routers=nf4, narrow=narrow)
+            stack.enter_context(upstream.replaced("unquantised_layers", staying))
         if nf4:
             stack.enter_context(upstream.replaced("quantised_weights", _or_experts))
             stack.enter_context(upstream.replaced("quantise", lambda stock: noting(_quantise(stock))))
@@ -383,12 +391,14 @@ def rewrites_base(peft_config: Any) -> bool:
     return isinstance(scheme, str) and scheme not in {"gaussian", "orthogonal"}
 
 
-def _and_what_must_stay(stock: Callable[..., list[str]], *, routers: bool) -> Callable[..., list[str]]:
+def _and_what_must_stay(stock: Callable[..., list[str]], *, routers: bool, narrow: bool) -> Callable[..., list[str]]:
     def get_modules_to_not_convert(
         model: Any, skip_modules: Any = None, keep_in_fp32_modules: Any = None, *rest: Any
     ) -> list[str]:
         kept = [*stock(model, skip_modules, keep_in_fp32_modules, *rest), *cast_targets(model)]
         kept += linear_in_name_only(model)
+        if narrow:
+            kept += too_narrow_on_cpu(model)
         return [*kept, *routers_of(model)] if routers else kept
 
     return staticmethod(get_modules_to_not_convert)

@@ -72,14 +72,16 @@ def require_bitsandbytes(device: torch.device, flag: str) -> None:
         )
 
 
-_CASTS = {"dtype", "type", "to", "float", "clamp", "clamp_"}
 _CAST_WEIGHT = re.compile(
     r"\bself\.([\w.]+)\.weight\.(?:dtype\b(?!\)*\.is_floating_point)|(?:data\.)?(?:type|to|float|clamp_?)\()"
 )
+_MULTIPLIED_WEIGHT = re.compile(r"\bself\.([\w.]+)\.weight *@")
+_ASKED = "_is_quantized"  # with which a class chooses another way
 
 
 def cast_targets(model: nn.Module) -> list[str]:
-    """Names of linear layers to whose weight's dtype a module casts their input, or whose weight it casts or clamps.
+    """Names of linear layers to whose weight's dtype a module casts their input, or whose weight it casts, clamps or
+    multiplies with itself.
 
     Quantised weights are bytes: a cast would destroy the input, or give no weight. So these are not quantised.
     """
@@ -95,14 +97,17 @@ def cast_targets(model: nn.Module) -> list[str]:
 
 def _casts(kind: Any) -> tuple[str, ...]:
     """The attributes of a class to whose weight's dtype its code casts, unless it is asked about first, or whose weight
-    it casts or clamps."""
+    it casts, clamps or multiplies with itself."""
     found: list[str] = []
     for function in (kind.forward, *vars(kind).values()):
         code = getattr(inspect.unwrap(function), "__code__", None)  # without a decorator such as `torch.no_grad`
-        if code is None or "weight" not in code.co_names or not _CASTS & set(code.co_names):
+        if code is None or "weight" not in code.co_names:
             continue
         with suppress(OSError, TypeError):  # of no file
-            found += _CAST_WEIGHT.findall(inspect.getsource(code))
+            source = inspect.getsource(code)
+            found += _CAST_WEIGHT.findall(source)
+            if _ASKED not in source:
+                found += _MULTIPLIED_WEIGHT.findall(source)
     return tuple(dict.fromkeys(found))
 
 
@@ -151,6 +156,20 @@ def require_quantised(model: nn.Module, name: str) -> None:
             )
 
 
+_BLOCK = 64
+"""Values of a 4-bit block, as bitsandbytes makes them here."""
+
+
+def too_narrow_on_cpu(model: nn.Module) -> list[str]:
+    """Names of linear layers whose rows are no multiple of a block, which bitsandbytes' code for CPUs would dequantise
+    wrongly (see `require_right_on_cpu`): on a CPU they stay in 16 bits."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.in_features % _BLOCK != 0
+    ]
+
+
 _LOOKED_AT = 1 << 16
 """Values of a 4-bit weight that are dequantised twice: of narrow rows the first ones may be right by chance."""
 
@@ -175,7 +194,8 @@ def require_right_on_cpu(model: nn.Module, name: str) -> None:
         if not torch.allclose(dequantised(module)[part].float(), wanted, atol=0.02 * float(wanted.abs().max())):
             raise UsageError(
                 f"model {name}: on a CPU this bitsandbytes dequantises {path}.weight wrongly, whose rows of {columns} "
-                f"values are no multiple of its blocks of {state.blocksize}: use a GPU, or leave out --load_in_4bit"
+                f"values are no multiple of its blocks of {state.blocksize}: use a GPU, or give the model that was "
+                "quantised"
             )
 
 

@@ -84,8 +84,8 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
             fix = (
                 ": it writes into the embeddings' output, as recomputation forbids: give --gradient_checkpointing false"
             )
-        elif _OF_PRECISION.search(what) and not (trainer.args.bf16 or trainer.args.fp16):  # Llama 4's pictures
-            fix = ": it computes in bfloat16 where its weights are float32: give --dtype bfloat16"
+        elif _OF_PRECISION.search(what) and not (trainer.args.bf16 or trainer.args.fp16):  # XLNet in 4 bits
+            fix = ": it multiplies bfloat16 with float32: give --bf16 true, which computes such products in bfloat16"
         whose = "TRL's loss" if module.startswith("trl.") else "its own code"
         raise UsageError(
             f"{_name_of(trainer.model)} cannot be trained with these settings: {whose} fails in the first step "
@@ -94,7 +94,7 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
 
 
 _OF_DEVICE = re.compile(r"\b(HIP|CUDA|out of memory)\b")
-_OF_PRECISION = re.compile(r"expected scalar type Float but found BFloat16|the same dtype, but got.* BFloat16")
+_OF_PRECISION = re.compile(r"expected scalar type Float but found BFloat16|the same dtype, but got.*\bBFloat16")
 _HELPS = re.compile(r"torch\.|transformers\.(configuration_utils|utils|integrations|modeling_\w+)\b")
 _CODE_OF_MODELS = ("transformers.models.", "transformers_modules.", "timm.", "trl.kernels.")
 

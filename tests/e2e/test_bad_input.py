@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from tests import tiny
 from tests.e2e.command import CommandServer, Result
@@ -390,12 +390,24 @@ def test_four_bit_where_bitsandbytes_cannot_be_imported(bench: Bench) -> None:
     assert fingerprint(bench.output) == {}
 
 
-def test_widths_that_bitsandbytes_dequantises_wrongly_on_a_cpu_are_refused_at_the_load(
+def in_4_bits(model: Path, directory: Path) -> Path:
+    """A copy whose files are quantised."""
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    shutil.copytree(model, directory)
+    AutoModelForCausalLM.from_pretrained(model, quantization_config=settings).save_pretrained(directory)
+    return directory
+
+
+def test_widths_that_bitsandbytes_dequantises_wrongly_on_a_cpu_stay_in_16_bits_or_are_refused(
     bench: Bench, scratch: Path
 ) -> None:
+    """Refused where the files are quantised."""
     model = tiny.build("llama3", scratch / "models", intermediate_size=208)
-    line = bench.refused("--load_in_4bit", model_name_or_path=model)
-    assert "down_proj.weight" in line and "208" in line and "use a GPU, or leave out --load_in_4bit" in line
+    trained = bench.server.run(*bench.argv("--load_in_4bit", model_name_or_path=model, save_strategy="no"))
+    assert trained.code == 0 and "not in 4 bits: down_proj, whose rows" in trained.stdout, trained.stderr
+    shutil.rmtree(bench.output)
+    line = bench.refused(model_name_or_path=in_4_bits(model, scratch / "quantised 208"))
+    assert "down_proj.weight" in line and "208" in line and "use a GPU, or give the model" in line
 
 
 def test_of_narrow_rows_more_than_the_first_are_looked_at(bench: Bench, scratch: Path) -> None:
@@ -406,7 +418,7 @@ def test_of_narrow_rows_more_than_the_first_are_looked_at(bench: Bench, scratch:
         if name.endswith("down_proj.weight"):
             tensor[:8] = 1.0
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    line = bench.refused("--load_in_4bit", model_name_or_path=model)
+    line = bench.refused(model_name_or_path=in_4_bits(model, scratch / "one scale in 4 bits"))
     assert "down_proj.weight wrongly, whose rows of 16 values" in line
 
 

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    FalconMambaConfig,
     Lfm2Config,
     Lfm2VlConfig,
     LongcatFlashConfig,
+    MambaConfig,
     Siglip2VisionConfig,
     Trainer,
     TrainingArguments,
@@ -117,6 +119,16 @@ def test_what_stands_behind_a_decorator_is_read_too() -> None:
             return scores
 
     assert cast_targets(Indexer()) == ["proj"]
+
+
+def test_layers_whose_weight_is_multiplied_with_are_named_unless_the_class_asks_first() -> None:
+    """Mamba's; Falcon's calls the layer instead where it is quantised."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MambaConfig(**sizes))
+        asking = AutoModelForCausalLM.from_config(FalconMambaConfig(**sizes))
+    assert "backbone.layers.0.mixer.dt_proj" in cast_targets(model)
+    assert not any("dt_proj" in name for name in cast_targets(asking))
 
 
 def test_layers_whose_weight_is_clamped_are_named() -> None:

@@ -30,7 +30,13 @@ def train(trainer: Any, error: Exception, module: str, step: int) -> None:
     [
         (IndexError("tuple index out of range"), CODE, 0, "IndexError: tuple"),
         (RuntimeError(WRITES), "transformers_modules.theirs", 0, "give --gradient_checkpointing false"),
-        (RuntimeError("expected scalar type Float but found BFloat16"), CODE, 0, "give --dtype bfloat16"),
+        (RuntimeError("expected scalar type Float but found BFloat16"), CODE, 0, "give --bf16 true"),
+        (
+            RuntimeError("m1 and m2 to have the same dtype, but got: float != c10::BFloat16"),
+            CODE,
+            0,
+            "give --bf16 true",
+        ),
         (RuntimeError("The size of tensor a (5) must match"), "trl.kernels.chunked_logprob", 0, "TRL's loss fails"),
         (RuntimeError("HIP error: an illegal memory access"), CODE, 0, None),
         (IndexError("tuple index out of range"), CODE, 3, None),
