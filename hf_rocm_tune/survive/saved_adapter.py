@@ -253,7 +253,7 @@ def _forget_vocabulary_elsewhere(files: manifest.PrivateCopy) -> None:
 
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:
     """Wrap a model with an adapter, active, in evaluation mode. What `place` returns for a tensor is used unchanged."""
-    from peft import PeftModel, PeftModelForCausalLM, set_peft_model_state_dict
+    from peft import PeftModel, PeftModelForCausalLM
     from safetensors.torch import load_file
 
     wrapper = PeftModelForCausalLM if model.can_generate() else PeftModel
@@ -279,20 +279,48 @@ def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, st
             peft_model = wrapper(model, adapter.config, NAME, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
             # Assigned, not copied: PEFT would move (and cast) what it loads to where, and what, the base weight is.
             peft_model.load_state_dict = partial(peft_model.load_state_dict, assign=True)
-            loaded = set_peft_model_state_dict(peft_model, placed, NAME)
+            unset, unexpected = set_tensors(peft_model, placed, NAME)
             del peft_model.load_state_dict
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise UsageError(f"{misfit}: {_short(error)}; {fix}") from error
     there = {name for name, value in peft_model.named_parameters(remove_duplicate=False) if not value.is_meta}
-    adapters = (name for name in loaded.missing_keys if f".{NAME}." in name or name.endswith(f".{NAME}"))
+    adapters = (name for name in unset if f".{NAME}." in name or name.endswith(f".{NAME}"))
     missing = [name for name in adapters if name not in there]  # one that is tied to another is stored once
     # PEFT saves a trained module of a resized vocabulary twice, the second time under a name that it does not read.
-    stray = [name for name in loaded.unexpected_keys if ".modules_to_save." not in name]
+    stray = [name for name in unexpected if ".modules_to_save." not in name]
     if missing or stray:
         what = f"it lacks {missing[0]}" if missing else f"it contains {stray[0]}, which does not belong to it"
         raise UsageError(f"{misfit}: {what} ({len(missing) + len(stray)} tensors in all); {fix}")
     peft_model.eval()
     return peft_model
+
+
+def set_tensors(model: PeftModel, tensors: Mapping[str, Tensor], adapter: str) -> tuple[list[str], list[str]]:
+    """Gives an adapter of a model its tensors, by their names in its file.
+
+    PEFT renames them as a model's original files are renamed, also where they have the model's names already: Inkling
+    2's ``weight_proj`` becomes ``weight_proj.weight``. What it has not set for that reason is set by its name.
+
+    Returns:
+        Names of tensors of the model that were not set, and those of which the model has none.
+    """
+    from peft import set_peft_model_state_dict
+
+    def in_file(name: str) -> str:
+        begin, _, end = name.rpartition(f".{adapter}")
+        return begin + end
+
+    loaded = set_peft_model_state_dict(model, dict(tensors), adapter_name=adapter)
+    ours = {name: in_file(name) for name in loaded.missing_keys if f".{adapter}" in name}
+    by_name = {name: tensors[stored] for name, stored in ours.items() if stored in tensors}
+    if not by_name:
+        return loaded.missing_keys, loaded.unexpected_keys
+    model.load_state_dict(by_name, strict=False)
+    renamed = [name for name in loaded.unexpected_keys if in_file(name) not in tensors]
+    stray = loaded.unexpected_keys
+    if len(renamed) == len(by_name):
+        stray = [name for name in stray if name not in renamed]
+    return [name for name in loaded.missing_keys if name not in by_name], stray
 
 
 def attach_for_training(adapter: Adapter, model: PreTrainedModel, mover: Mover) -> PeftModel:

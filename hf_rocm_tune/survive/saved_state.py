@@ -32,6 +32,7 @@ from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, f
 from hf_rocm_tune.models.files import sums
 from hf_rocm_tune.models.shards import local, own_part
 from hf_rocm_tune.survive.manifest import FileEntry, drop_from_cache, read_once
+from hf_rocm_tune.survive.saved_adapter import set_tensors
 from hf_rocm_tune.transfer import digest, host_copy, map_tensors
 
 if TYPE_CHECKING:
@@ -326,7 +327,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
     """Set every adapter of a PEFT model from ``directory``; dtypes and trainability stay as they are."""
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
     for adapter in cast("PeftModel", model).peft_config:
         file = directory / adapter_file(adapter)
@@ -335,7 +336,7 @@ def load_adapters(directory: Path, model: nn.Module, place: Place) -> None:
         live = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         _check_fit(file, tensors, live)
         placed = {name: place(tensor, name=name, stage="adapter") for name, tensor in tensors.items()}
-        set_peft_model_state_dict(model, placed, adapter_name=adapter)
+        set_tensors(cast("PeftModel", model), placed, adapter)
 
 
 def prompts_of(model: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.e2e.command import CommandServer
-from tests.e2e.conftest import assert_covered, done, flags, losses_of, report_of
+from tests.e2e.conftest import ADAPTER, assert_covered, done, flags, losses_of, report_of
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import small_versions
@@ -169,6 +169,21 @@ def test_a_name_that_layers_of_other_kinds_have_as_well_is_adapted_by_its_paths(
     small_versions.small_config("inkling2", architecture, {}).save_pretrained(tmp_path)
     words = flags(model=tmp_path, gpu="rx7900xt", seq=64, method="lora")
     assert "fits" in done(server.run(*words, "--json", env={"VERB": "plan"})).stdout
+
+
+def test_an_adapter_whose_tensors_are_called_like_those_of_the_files_is_resumed_from_and_merged(
+    server: CommandServer, messages: Path, tmp_path: Path
+) -> None:
+    """PEFT renames them as transformers renames a file's: Inkling 2's ``weight_proj`` once more."""
+    model = small_versions.build("inkling2_text", "causal", tmp_path / "model", tiny.build_tokenizer())
+    output = tmp_path / "out"
+    words = flags(model_name_or_path=model, dataset_name=messages, output_dir=output, max_steps=3, max_length=64)
+    words += flags(per_device_train_batch_size=1, save_strategy="steps", save_steps=2)
+    assert server.run(*words, env={"HF_ROCM_TUNE_CRASH": "step=3,kind=kill"}).code < 0
+    assert "continues" in done(server.run(*words)).stdout
+    trained = {name for name in load_file(output / ADAPTER) if "weight_proj" in name}
+    assert trained
+    done(server.run(str(output), str(tmp_path / "merged"), env={"VERB": "merge"}))
 
 
 def test_a_dense_model_of_an_architecture_with_routers_has_no_balancing_loss(
