@@ -332,7 +332,8 @@ def main() -> int:
                     cells.insert(0, "LoRA")
                 if not cells:
                     continue
-                row = try_one(name, kind, cells, place, texts if kind == "causal" else seen, server)
+                reads_text = kind == "causal" or small_processors.processor_class(name) is None
+                row = try_one(name, kind, cells, place, texts if reads_text else seen, server)
                 found = stored()
                 row["cells"] = known | row["cells"]
                 found[kind][name] = row

@@ -75,6 +75,7 @@ OTHERWISE: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "got_ocr2": {"image_processor": {"size": {"height": 1024, "width": 1024}}},
     "inkling2": {"image_processor": {"size": {"height": 40, "width": 40}}},
     "inkling2_loop": {"image_processor": {"size": {"height": 40, "width": 40}}},
+    "inkling_mm_model": {"image_processor": {"size": {"height": 40, "width": 40}}},
     "instructblipvideo": {"video_processor": {"size": {"height": 56, "width": 56}}},
     "paligemma": {"image_processor": {"image_seq_length": SIDE**2}},
     "pp_chart2table": {"image_processor": {"size": {"height": 1024, "width": 1024}}},

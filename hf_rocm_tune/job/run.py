@@ -548,6 +548,8 @@ def _make_trainer(job: Job) -> tuple[VerifiedTransferMixin, report.RunFacts]:
     check_model(job.arguments.method, model)
     with_own_head = job.arguments.method == "sft" and bool(own_head.why_own_head(model))
     _fit_checkpointing(job, model)
+    if job.arguments.model.use_peft and recompute.is_reversible(model):
+        model.enable_input_require_grads()
     model, peft_config = _adapted(job, model)
     extra: dict[str, Any] = {}
     if job.arguments.method in ("dpo", "kto") and not job.arguments.model.use_peft:

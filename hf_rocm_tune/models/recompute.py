@@ -7,7 +7,9 @@ are not torch operators are always recomputed.
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -52,6 +54,17 @@ def parse(text: str) -> tuple[int, int]:
 def is_chosen(training: Any) -> bool:
     """Whether training arguments ask for activations to be recomputed."""
     return bool(getattr(training, SETTING))
+
+
+def is_reversible(model: nn.Module) -> bool:
+    """Whether a model hands its layers to an autograd function that computes them again itself: Reformer's.
+
+    Such a function gives its layers gradients only where its input has one, so that adapters on a frozen model need an
+    embedding whose output requires a gradient.
+    """
+    code = vars(sys.modules[type(model).__module__])
+    functions = [each for each in code.values() if isinstance(each, type) and issubclass(each, torch.autograd.Function)]
+    return any("layers" in inspect.signature(each.forward).parameters for each in functions)
 
 
 def options_of(training: Any) -> dict[str, Any]:

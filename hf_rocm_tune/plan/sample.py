@@ -19,6 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, first_line
+from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.adapter import adaptable, beside_experts, check_targets, share_inputs, target_names
 from hf_rocm_tune.models.classes import architecture_of, auto_class
 from hf_rocm_tune.models.experts import (
@@ -315,6 +316,8 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
         with torch.device("meta"):
             model = get_peft_model(base, settings)
             share_inputs(model)
+            if recompute.is_reversible(base):
+                base.enable_input_require_grads()
     except (*FOREIGN_ERRORS, NotImplementedError) as error:
         refused = [name for name in known if f"'{name}'" in str(error)]
         if not refused:

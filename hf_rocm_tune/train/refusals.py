@@ -76,6 +76,12 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         of_device = isinstance(error, torch.AcceleratorError) or _OF_DEVICE.search(str(error))
         module, place = next((place for place in _places(error) if not _HELPS.match(place[0])), ("", ""))
+        if trainer.state.global_step == start and _NO_GRADIENT in str(error):
+            raise UsageError(
+                f"{_name_of(trainer.model)} cannot be trained with these settings: its loss depends on no weight that "
+                "is trained: give adapters to other layers with --lora_target_modules, or train all weights with "
+                "--use_peft false"
+            ) from error
         if trainer.state.global_step > start or of_device or not module.startswith(_CODE_OF_MODELS):
             raise
         what = " ".join(str(error).split())
@@ -93,9 +99,10 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
         ) from error
 
 
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _OF_DEVICE = re.compile(r"\b(HIP|CUDA|out of memory)\b")
 _OF_PRECISION = re.compile(r"expected scalar type Float but found BFloat16|the same dtype, but got.*\bBFloat16")
-_HELPS = re.compile(r"torch\.|transformers\.(configuration_utils|utils|integrations|modeling_\w+)\b")
+_HELPS = re.compile(r"torch\b|transformers\.(configuration_utils|utils|integrations|modeling_\w+)\b")
 _CODE_OF_MODELS = ("transformers.models.", "transformers_modules.", "timm.", "trl.kernels.")
 
 

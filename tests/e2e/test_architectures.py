@@ -186,6 +186,14 @@ def test_an_adapter_whose_tensors_are_called_like_those_of_the_files_is_resumed_
     done(server.run(str(output), str(tmp_path / "merged"), env={"VERB": "merge"}))
 
 
+def test_adapters_in_reversible_layers_are_trained(server: CommandServer, messages: Path, tmp_path: Path) -> None:
+    """Reformer's compute their gradients themselves, and only where the embeddings' output requires one."""
+    _, result = _trained_small("reformer", server, tmp_path, messages, "--max_steps", "2")
+    done(result)
+    weights = load_file(tmp_path / "out" / ADAPTER)
+    assert all(bool(tensor.any()) for name, tensor in weights.items() if "lora_B" in name)
+
+
 def test_a_dense_model_of_an_architecture_with_routers_has_no_balancing_loss(
     server: CommandServer, messages: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,12 @@ def train(trainer: Any, error: Exception, module: str, step: int) -> None:
             "give --bf16 true",
         ),
         (RuntimeError("The size of tensor a (5) must match"), "trl.kernels.chunked_logprob", 0, "TRL's loss fails"),
+        (
+            RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn"),
+            "torch.autograd",
+            0,
+            "its loss depends on no weight that is trained",
+        ),
         (RuntimeError("HIP error: an illegal memory access"), CODE, 0, None),
         (IndexError("tuple index out of range"), CODE, 3, None),
         (IndexError("tuple index out of range"), "hf_rocm_tune.transfer.mover", 0, None),
