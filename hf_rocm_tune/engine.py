@@ -48,7 +48,8 @@ from hf_rocm_tune.survive.atomic import write_text_atomic
 from hf_rocm_tune.transfer import Digest, FaultSpec, Mover, TransferReport, TransferSettings
 from hf_rocm_tune.transfer.digest import device_method, host_method
 from hf_rocm_tune.transfer.interception import copies_on_card, watch_writes
-from hf_rocm_tune.transfer.raw_bytes import map_tensors, not_plain
+from hf_rocm_tune.transfer.nested import map_tensors
+from hf_rocm_tune.transfer.raw_bytes import not_plain
 from hf_rocm_tune.transfer.report import coverage_of, to_json
 
 REPORT_NAME = "transfer_report.json"

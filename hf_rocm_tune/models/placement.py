@@ -30,8 +30,7 @@ from hf_rocm_tune.models.files import MappedFile, check_model_directory, hub_sna
 from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.models.tensors import LAYER_BUFFERS, Place, places_of, quant_state_of, tensors_of
 from hf_rocm_tune.transfer import Digest, digest, was_verified
-from hf_rocm_tune.transfer.mover import Registry
-from hf_rocm_tune.transfer.raw_bytes import storage_bytes
+from hf_rocm_tune.transfer.raw_bytes import Registry, storage_bytes
 from hf_rocm_tune.transfer.report import share_words
 
 if TYPE_CHECKING:

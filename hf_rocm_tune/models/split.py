@@ -25,7 +25,7 @@ from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.models.classes import without_weights
 from hf_rocm_tune.models.recompute import keep_hooks_outside
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferReport, TransferSettings, map_tensors, tree_tensors
-from hf_rocm_tune.transfer.raw_bytes import named_tensors
+from hf_rocm_tune.transfer.nested import named_tensors
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS
 from hf_rocm_tune.transfer.retry import THROUGH_HOST, copy_again
 from hf_rocm_tune.transfer.to_host import Fetched, Fetcher

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm_tune.models.shards import local, reshard
-from hf_rocm_tune.transfer.mover import Registry
+from hf_rocm_tune.transfer.raw_bytes import Registry
 
 #: Device memory that streamed layers share, with its name, see `models.streaming`.
 LAYER_BUFFERS: Registry[str] = Registry()

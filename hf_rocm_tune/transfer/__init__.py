@@ -20,7 +20,7 @@ from hf_rocm_tune.transfer.digest import (
 )
 from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.mover import Mover, was_verified
-from hf_rocm_tune.transfer.raw_bytes import map_tensors, named_tensors, tree_tensors
+from hf_rocm_tune.transfer.nested import map_tensors, named_tensors, tree_tensors
 from hf_rocm_tune.transfer.report import STAGES, TransferReport, gb_per_s
 from hf_rocm_tune.transfer.staging import Ring, TransferSettings
 from hf_rocm_tune.transfer.to_host import host_copy

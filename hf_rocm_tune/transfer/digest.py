@@ -109,11 +109,12 @@ def digest(tensor: Tensor, *, word_offset: int = 0) -> Digest:
 
     Dtype and shape are not part of the digest.
     """
-    if tensor.device.type == "cpu":
-        return Digest(*_host_sums(as_bytes(dense(tensor)), word_offset), tensor.nbytes)
-    readback = DigestReadback(digest_on_device(tensor, word_offset))
+    data = as_bytes(dense(tensor))
+    if data.device.type == "cpu":
+        return Digest(*_host_sums(data, word_offset), data.nbytes)
+    readback = DigestReadback(_device_sums(data, word_offset))
     readback.join()
-    (digest,) = readback.digests([tensor.nbytes])
+    (digest,) = readback.digests([data.nbytes])
     return digest
 
 
@@ -325,8 +326,14 @@ def digest_on_device(tensor: Tensor, word_offset: int = 0) -> Tensor:
 
     Returns ``s1`` and ``s2`` as two's complement, int64[2] on the tensor's device.
     """
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    _chosen(tensor.device)[0](as_bytes(dense(tensor)), word_offset, sums)
+    return _device_sums(as_bytes(dense(tensor)), word_offset)
+
+
+def _device_sums(data: Tensor, word_offset: int) -> Tensor:
+    """`digest_on_device` of uint8[n]."""
+    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
+    add_sums, _ = _chosen(data.device)
+    add_sums(data, word_offset, sums)
     return sums
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +20,20 @@ from hf_rocm_tune.transfer.faults import FaultSpec, FaultyBackend
 from hf_rocm_tune.transfer.interception import own_copies, serve, stop_serving
 from hf_rocm_tune.transfer.layer_buffer import LayerBuffer
 from hf_rocm_tune.transfer.mapped import InFile, in_file
+from hf_rocm_tune.transfer.nested import named_tensors, tree_tensors, with_replaced
 from hf_rocm_tune.transfer.raw_bytes import (
+    Registry,
     as_bytes,
     dense,
-    map_tensors,
     memory_order,
-    named_tensors,
     not_plain,
     ordinary,
     plain,
     storage_bytes,
-    tree_tensors,
     typed_view,
 )
 from hf_rocm_tune.transfer.report import BETWEEN_CARDS, TransferReport
-from hf_rocm_tune.transfer.staged_batch import StagedBatch, stage_batch
+from hf_rocm_tune.transfer.staged_batch import StagedBatch, StagedBatches
 from hf_rocm_tune.transfer.staging import Ring, Session, TransferSettings
 from hf_rocm_tune.transfer.to_device import Segment, Sender, Transfer
 from hf_rocm_tune.transfer.to_host import Fetched, Fetcher
@@ -56,27 +54,6 @@ class Entry:
         if isinstance(self.digest, QueuedDigests):
             (self.digest,) = self.digest.result()
         return self.digest
-
-
-Known = TypeVar("Known")
-
-
-class Registry(Generic[Known]):
-    """Maps the storages of tensors to entries, without keeping them alive.
-
-    By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are found too, and a
-    new tensor that happens to get the same address is not.
-    """
-
-    def __init__(self) -> None:
-        self.entries: WeakKeyDictionary[torch.UntypedStorage, Known] = WeakKeyDictionary()
-
-    def put(self, tensor: Tensor, entry: Known) -> None:
-        self.entries[tensor.untyped_storage()] = entry
-
-    def get(self, tensor: Tensor) -> Known | None:
-        """The entry for the storage of `tensor`; None without one, and for sparse tensors, which have no storage."""
-        return self.entries.get(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 _live: weakref.WeakSet[Mover] = weakref.WeakSet()
@@ -124,7 +101,7 @@ class Mover:
         self._verifier = Verifier(self._backend, self._sender, self._session)
         self._fetcher = Fetcher(plain, self._session)
         self._registry: Registry[Entry] = Registry()
-        self._staged: Registry[StagedBatch] = Registry()  # of host memory
+        self._staged = StagedBatches(self._session)
         self.loaded: dict[tuple[str, str], set[Digest]] = {}
         self._closed = False
         self._process = os.getpid()
@@ -157,25 +134,25 @@ class Mover:
         Returns a new tensor on the device, contiguous, without gradient history, that owns its storage.
         """
         self._check_host(tensor, name)
+        sent = dense(tensor)
         where = InFile(source, name) if source is not None else in_file(tensor)
-        tensor = dense(tensor)
-        segment = Segment(name, tensor, 0, where.file if where is not None else None)
-        transfer = self._new_transfer(stage, [segment], tensor)
+        segment = Segment(name, sent, 0, where.file if where is not None else None)
+        transfer = self._new_transfer(stage, [segment], sent)
         buffer = self._backend.allocate(transfer.nbytes, long_lived=not transient)
         self._sender.send(transfer, buffer, self._verifier.route, attempt=0)
         segment.digest = arrived = transfer.expected
         self._finish(transfer, buffer)
         with ordinary():
-            moved = typed_view(buffer, 0, tensor.dtype, tensor.shape)
+            moved = typed_view(buffer, 0, sent.dtype, sent.shape)
         if transfer.verify:
             self._registry.put(moved, Entry("transferred", digest=arrived))
             if where is not None:
                 self.read_from(where.file, where.tensor, arrived)
         else:
             self._registry.put(moved, self._not_verified())
-        if dtype is None or dtype == tensor.dtype:
+        if dtype is None or dtype == sent.dtype:
             return moved
-        return self._cast(moved, tensor, dtype, name, stage)
+        return self._cast(moved, sent, dtype, name, stage)
 
     def _cast(self, moved: Tensor, source: Tensor, dtype: torch.dtype, name: str, stage: str) -> Tensor:
         """The cast of a tensor that has arrived: a faulty kernel (pytorch#16448 gave zeros) runs after its digest."""
@@ -390,29 +367,30 @@ class Mover:
         staged here.
         """
         self._check_open()
-        given = {id(tensor): (name, tensor) for name, tensor in named_tensors(tree) if not self._is_here(tensor)}
-        if not given:
-            return map_tensors(tree, lambda tensor: tensor)
-        tensors = [tensor for _, tensor in given.values()]
-        staged = self._staged.get(tensors[0])
-        if staged is None or not staged.holds(tensors):
-            for name, tensor in given.values():
+        named: dict[int, tuple[str, Tensor]] = {}  # by id: a tensor that occurs twice crosses once
+        for name, tensor in named_tensors(tree):
+            if not self._is_here(tensor):
                 self._check_host(tensor, name)
-            return self.begin(self.stage_batch(tree), stage=stage)
-        source = storage_bytes(tensors[0])
-        segments = [
-            Segment(known.name, tensor, known.offset, digest=known.digest)
-            for tensor, known in zip(tensors, staged.tensors, strict=True)
-        ]
-        transfer = self._new_transfer(stage, segments, source)
+                named[id(tensor)] = (name, tensor)
+        arriving: list[Tensor] = []
+        if named:
+            batch = self._staged.batch_of(list(named.values()))
+            arriving = self._send_batch(batch, stage)
+        return with_replaced(tree, named, arriving)
+
+    def _send_batch(self, batch: StagedBatch, stage: str) -> list[Tensor]:
+        """Queue the copy of a batch's memory; returns its tensors on the device, in flight."""
+        transfer = self._new_transfer(stage, batch.segments(), batch.memory)
         buffer = self._backend.allocate(max(transfer.nbytes, 1), long_lived=False)
-        self._sender.send(transfer, buffer[: transfer.nbytes], self._verifier.route, attempt=0)
+        memory = buffer[: transfer.nbytes]
+        self._sender.send(transfer, memory, self._verifier.route, attempt=0)
+        sent: Digest | None = None
         if transfer.verify:
-            transfer.arrived = self._backend.digest(buffer[: transfer.nbytes])
-        # The staged batch may have changed since; the digest of what was sent shows it.
-        self._require_equal(staged, source, transfer.expected if transfer.verify else None)
+            transfer.arrived = self._backend.digest(memory)
+            sent = transfer.expected
+        self._staged.require_equal(batch, sent)  # it may have changed since it was staged
         self._registry.put(buffer, Entry("unverified", "its verification is still pending", transfer))
-        return _replaced(tree, given, buffer, staged)
+        return batch.layout.views(buffer)
 
     def stage_batch(self, tree: Any) -> Any:
         """Copy the host tensors of a nested batch into one memory, for `begin`: the originals may then be written to.
@@ -420,40 +398,23 @@ class Mover:
         The copies are compared with the originals unless ``verify`` is ``off``. Tensors on the device, and those
         without plain bytes, are returned as they are.
         """
-        given = {}
+        named: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named_tensors(tree):
             if tensor.device.type == "cpu" and not not_plain(tensor) and not self._is_here(tensor):
-                given[id(tensor)] = (name, tensor)
-        if not given:
-            return map_tensors(tree, lambda tensor: tensor)
-        memory, staged = stage_batch(list(given.values()), verified=self.settings.verify != "off")
-        self._staged.put(memory, staged)
-        return _replaced(tree, given, memory, staged)
+                named[id(tensor)] = (name, tensor)
+        copies: list[Tensor] = []
+        if named:
+            batch = self._staged.stage(list(named.values()))
+            copies = batch.layout.views(batch.memory)
+        return with_replaced(tree, named, copies)
 
     def require_unchanged(self, tree: Any) -> None:
         """Check that staged host tensors have not changed; other tensors are ignored."""
-        compared: set[int] = set()  # several tensors lie in one staged batch
-        for tensor in tree_tensors(tree):
-            staged = self._staged.get(tensor)
-            if staged is not None and id(staged) not in compared:
-                compared.add(id(staged))
-                self._require_equal(staged, storage_bytes(tensor))
-
-    def _require_equal(self, staged: StagedBatch, memory: Tensor, known: Digest | None = None) -> None:
-        """``known``: the digest of the memory, where it has been taken."""
-        if staged.digest is None or (known or digest(memory)) == staged.digest:
-            return
-        raise self.changed(staged.changed_in(memory), "after it was read from the loader")
+        self._staged.require_unchanged(tree_tensors(tree))
 
     def changed(self, name: str, when: str) -> MemoryFaultError:
         """The error, reported as an incident, for a batch tensor that changed in host memory."""
-        row: dict[str, Any] = {"step": self.step, "stage": "batches", "kind": "source_changed", "outcome": "stopped"}
-        self.report.incident({**row, "tensor": name})
-        return MemoryFaultError(
-            f"batch tensor '{name}' changed in host memory {when}",
-            "Look for code that writes to batches, or test the memory; the same command continues from the newest "
-            "checkpoint",
-        )
+        return self._staged.changed(name, when)
 
     def wait_verified(self, tree: Any) -> None:
         """Wait until every transfer of tensors in `tree` is verified, with retries after a mismatch.
@@ -634,16 +595,6 @@ class Mover:
         """Raise the failed transfer from which ``error`` follows: whoever asked for the copy has replaced its error."""
         if self.failure is not None and isinstance(error, Exception) and not isinstance(error, TuneError):
             raise self.failure from error
-
-
-def _replaced(tree: Any, given: Iterable[int], memory: Tensor, staged: StagedBatch) -> Any:
-    """The structure with views of ``memory`` in place of the tensors whose ids are ``given``, in the batch's order."""
-    with ordinary():
-        views = {
-            key: typed_view(memory, known.offset, known.dtype, known.shape)
-            for key, known in zip(given, staged.tensors, strict=True)
-        }
-    return map_tensors(tree, lambda tensor: views.get(id(tensor), tensor))
 
 
 SAMPLE_ELEMENTS = 64 << 10

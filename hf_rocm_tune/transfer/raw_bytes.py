@@ -1,16 +1,14 @@
-"""The raw bytes of a tensor, whatever its dtype, strides or subclass, and the tensors of nested batches.
+"""The raw bytes of a tensor, whatever its dtype, strides or subclass, and what is known of the memory they lie in.
 
 Bytes are reached through the storage: ``Tensor.view(dtype)`` refuses some dtypes, some strides and 0-dim tensors.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -97,55 +95,22 @@ def memory_order(tensor: Tensor) -> list[int] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def tree_tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a nested structure, in order; one that occurs twice is yielded twice."""
-    for _, tensor in named_tensors(tree):
-        yield tensor
+Known = TypeVar("Known")
 
 
-def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors with their dotted paths; a bare tensor is named ``tensor``."""
-    if isinstance(tree, Tensor):
-        yield prefix or "tensor", tree
-        return
-    for key, value in _children(tree):
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Tensor):
-            yield name, value
-        else:
-            yield from named_tensors(value, name)
+class Registry(Generic[Known]):
+    """Maps the storages of tensors to entries, without keeping them alive.
 
-
-def map_tensors(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `replace` to the tensors of a nested structure; each container is rebuilt with its own type.
-
-    Other objects are kept as they are, and the given containers are not changed.
+    By storage, so that views, ``param.data = moved`` and a ``Parameter`` made from a moved tensor are found too, and a
+    new tensor that happens to get the same address is not.
     """
-    if isinstance(tree, Tensor):
-        return replace(tree)
-    values = {key: map_tensors(value, replace) for key, value in _children(tree)}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*values.values())
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(values.values())
-    if isinstance(tree, Mapping) and not isinstance(tree, (dict, UserDict)):
-        return type(tree)(values)  # type: ignore[call-arg]  # mappings are built from a dict by convention
-    rebuilt = tree
-    if values or isinstance(tree, Mapping):
-        rebuilt = copy.copy(tree)  # with its default factory or encodings
-    for key, value in values.items():
-        if isinstance(tree, Mapping):
-            rebuilt[key] = value
-        else:
-            object.__setattr__(rebuilt, key, value)
-    return rebuilt
 
+    def __init__(self) -> None:
+        self.entries: WeakKeyDictionary[torch.UntypedStorage, Known] = WeakKeyDictionary()
 
-def _children(tree: Any) -> list[tuple[Any, Any]]:
-    if isinstance(tree, Mapping):
-        return list(tree.items())
-    if isinstance(tree, (list, tuple)):
-        return list(enumerate(tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
-    return []
+    def put(self, tensor: Tensor, entry: Known) -> None:
+        self.entries[tensor.untyped_storage()] = entry
+
+    def get(self, tensor: Tensor) -> Known | None:
+        """The entry for the storage of `tensor`; None without one, and for sparse tensors, which have no storage."""
+        return self.entries.get(tensor.untyped_storage()) if tensor.layout is torch.strided else None

@@ -189,7 +189,7 @@ def test_host_source_is_kept_with_the_batch_and_freed_with_it(mover: Mover) -> N
     assert mover.host_source(labels) is None
     del arrived, source
     gc.collect()
-    assert len(mover._registry.entries) == len(mover._staged.entries) == 0
+    assert len(mover._registry.entries) == len(mover._staged._layouts.entries) == 0
 
 
 @pytest.mark.parametrize("verify", ["full", "sample"])
