@@ -39,6 +39,7 @@ from hf_rocm_tune.errors import FOREIGN_ERRORS, UsageError, device_shortage, fir
 from hf_rocm_tune.foreign import check_counts, check_value, limit_templates, visible
 from hf_rocm_tune.machine import torchvision
 from hf_rocm_tune.models.experts import has_experts, use_packed
+from hf_rocm_tune.models.file_comparison import record_file_digests, record_host_tensors
 from hf_rocm_tune.models.files import (
     FileRecords,
     check_beside,
@@ -48,13 +49,7 @@ from hf_rocm_tune.models.files import (
     hub_snapshot,
 )
 from hf_rocm_tune.models.incomplete import describe
-from hf_rocm_tune.models.loading import (
-    LoadReport,
-    leaving_layers,
-    packed_experts,
-    record_file_digests,
-    record_host_tensors,
-)
+from hf_rocm_tune.models.loading import LoadReport, leaving_layers, packed_experts
 from hf_rocm_tune.models.placement import mark_computed_in_load, place
 from hf_rocm_tune.models.quantised import (
     checkpoint_bits,

@@ -1,10 +1,10 @@
-"""What happens around ``from_pretrained`` so that a loaded model is verified, and the features that reach into it.
+"""What happens around ``from_pretrained``: its errors, and the features that reach into it.
 
 Nothing in transformers is replaced for the verification. On a card every weight crosses at torch's dispatcher
 (`transfer.interception`), where it is verified and tied to its file; what was computed there from verified tensors is
 digested by `placement.mark_computed_in_load` as soon as the model is complete. On a CPU nothing crosses: tensors are
-views of the mapped file, which `placement.place` digests and ties to it. `record_file_digests` digests what a file
-holds and was cast or fused on the host.
+views of the mapped file, which `placement.place` digests and ties to it. `file_comparison.record_file_digests` digests
+what a file holds and was cast or fused on the host.
 
 Private places of transformers are replaced only for features: experts in 4 bit, quantised layers that are streamed.
 """
@@ -12,245 +12,23 @@ Private places of transformers are replaced only for features: experts in 4 bit,
 from __future__ import annotations
 
 import logging
-import os
-import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
-from torch import Tensor, nn
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.pytorch_utils import Conv1D
 
 from hf_rocm_tune import upstream
-from hf_rocm_tune.errors import CorruptionError, device_shortage, shortage_in
+from hf_rocm_tune.errors import device_shortage, shortage_in
 from hf_rocm_tune.models.experts import is_expert_weight, mxfp4_code, pack_mxfp4, pack_nf4, routers_of
-from hf_rocm_tune.models.files import MappedFile
-from hf_rocm_tune.models.placement import (
-    QUANTISED,
-    Read,
-    file_name,
-    files_of,
-    mark_loaded,
-    quantised_again,
-    remember_read,
-)
+from hf_rocm_tune.models.placement import mark_loaded
 from hf_rocm_tune.models.quantised import cast_targets, linear_in_name_only, too_narrow_on_cpu
 from hf_rocm_tune.models.streamed import Streamed
-from hf_rocm_tune.models.streaming import leave_device, streamer_of
-from hf_rocm_tune.models.tensors import places_of, tensors_of
-from hf_rocm_tune.transfer import QueuedDigests, digest
-from hf_rocm_tune.transfer.mapped import in_file
-from hf_rocm_tune.transfer.raw_bytes import storage_bytes
+from hf_rocm_tune.models.streaming import leave_device
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hf_rocm_tune.transfer import Digest, Mover
-
-# ---- after the load -------------------------------------------------------------------------------------------------
-
-
-def record_host_tensors(model: nn.Module, mover: Mover) -> None:
-    """Digest what a load has left on the host, until `placement.read_as`: it has to stay what it is now.
-
-    A tensor whose memory is that of a mapped file is tied to the file's tensor.
-    """
-    if mover.settings.verify == "off":
-        return
-    for _, tensor in tensors_of(model):
-        if tensor.device.type != "cpu" or mover.provenance(tensor) is not None or not tensor.nbytes:
-            continue
-        storage = storage_bytes(tensor)
-        known = digest(storage)
-        where = in_file(tensor)
-        if where is None or storage.nbytes != tensor.nbytes:
-            remember_read(tensor, Read(known))
-        else:
-            mover.read_from(where.file, where.tensor, known)
-            remember_read(tensor, Read(known, where.file, where.tensor))
-
-
-def record_file_digests(model: nn.Module, unexpected: Iterable[str], mover: Mover, *, as_loaded: bool = True) -> None:
-    """Record digests of the tensors of a model's files that were loaded, for the comparison with the files' SHA-256.
-
-    What crossed unchanged has been recorded. All else is read once more, and what was loaded must be equal to it: as it
-    is, cast, quantised again, or converted back from what transformers fused or renamed.
-
-    Args:
-        model: loaded from files.
-        unexpected: names for which the model has no place, as its loading reports them.
-        mover: of the card, or of the host.
-        as_loaded: nothing has changed a weight since the load.
-
-    Raises:
-        CorruptionError: what was loaded is not what the file holds.
-    """
-    if mover.settings.verify == "off":
-        return
-    is_left_out = _left_out(model, unexpected)
-    is_converted = _converted(model)
-    live = {file_name(name): tensor for name, tensor in tensors_of(model)}
-    on_host: dict[str, Tensor] = {}  # the memory of streamed tensors
-    streamer = streamer_of(model)
-    if streamer is not None:
-        for name, tensor, memory in streamer.read_apart():
-            live[file_name(name)] = tensor if _is_quantised(tensor) else memory
-            on_host[file_name(name)] = memory
-    transposed = {  # GPT-2's, by bitsandbytes' layers in their place
-        file_name(f"{path}.weight")
-        for path, module in model.named_modules()
-        if issubclass(getattr(module, "source_cls", nn.Linear), Conv1D)
-    }
-    read = {(os.path.realpath(file), name): known for (file, name), known in mover.loaded.items()}
-    converted: dict[str, tuple[Path, Tensor]] = {}  # by names in the files, what the load fused or renamed on the host
-    for file in files_of(model)[0]:
-        where = os.path.realpath(file)
-        for name, held in MappedFile(file).tensors.items():
-            if is_left_out(name):
-                continue
-            seen = read.get((where, name), set())
-            if not seen:
-                mover.read_from(os.fspath(file), name, digest(held))
-            if name in live and not is_converted(name):
-                if as_loaded:
-                    held = held.T if name in transposed else held
-                    _require_as_in_file(file, name, held, live[name], on_host.get(name, live[name]), seen, mover)
-            elif not seen:
-                converted[name] = file, held
-    if as_loaded and converted:
-        _require_as_converted(model, converted, live)
-
-
-def _require_as_in_file(
-    file: Path, name: str, held: Tensor, loaded: Tensor, memory: Tensor, seen: Collection[Digest], mover: Mover
-) -> None:
-    """Compare a loaded tensor with its file's, cast as a load casts it; a quantised one has other bytes.
-
-    ``memory``: where its bytes are, on the host if it is streamed. ``seen``: digests of the file's tensor where it was
-    digested as it was loaded.
-
-    Raises:
-        CorruptionError: what was loaded is something else.
-    """
-    if _is_quantised(loaded):
-        _require_as_quantised(file, name, held, loaded, memory, seen, mover)
-        return
-    if loaded.shape != held.shape or not loaded.is_floating_point():
-        return
-    known = mover.digest_of(loaded)  # of when it was verified: later changes are no fault of the reading
-    if known is None and loaded.device.type == "cpu":
-        known = digest(loaded.detach())
-    if known is not None and known not in seen and known != digest(held.to(loaded.dtype)):
-        raise _misread(file, name)
-
-
-def _require_as_converted(
-    model: nn.Module, converted: Mapping[str, tuple[Path, Tensor]], live: Mapping[str, Tensor]
-) -> None:
-    """Compare tensors that transformers renamed or fused with the file's, converted back as a save does it.
-
-    One layer at a time: a fused tensor is copied for it. Not compared: what a quantisation has packed, and a checkpoint
-    that was saved quantised.
-
-    Raises:
-        CorruptionError: another tensor was loaded.
-    """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    dense: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by layer
-    for name, tensor in live.items():
-        if tensor.is_floating_point() and not _is_quantised(tensor) and ".quant_state." not in name:
-            dense[_LAYER.match(name)[0]][name] = tensor.detach()  # type: ignore[index]
-    for of_layer in dense.values():
-        try:
-            as_saved = revert_weight_conversion(base, of_layer)
-        except NotImplementedError:  # the conversions of a checkpoint that was saved quantised have no way back
-            return
-        for name, tensor in as_saved.items():
-            if name not in converted:
-                continue
-            file, held = converted[name]
-            loaded = tensor.clone(memory_format=torch.contiguous_format)
-            (found,) = QueuedDigests([storage_bytes(loaded)]).confirmed()
-            if loaded.shape == held.shape and found != digest(held.to(loaded.dtype)):
-                raise _misread(file, name)
-
-
-def _is_quantised(tensor: Tensor) -> bool:
-    """Whether a tensor is a weight of bitsandbytes' in 4 or 8 bits."""
-    return hasattr(tensor, "quant_state") or hasattr(tensor, "CB")
-
-
-def _require_as_quantised(
-    file: Path, name: str, held: Tensor, loaded: Tensor, memory: Tensor, seen: Collection[Digest], mover: Mover
-) -> None:
-    """Compare a weight of 4 or 8 bits with the file's, quantised again on its device.
-
-    On a card only what was no part of the mapped file as it crossed: the rest is compared with the file by ``seen``.
-
-    Raises:
-        CorruptionError: another tensor was quantised.
-    """
-    on_card = loaded.device.type != "cpu"
-    if on_card and seen:
-        return
-    again = quantised_again(name, loaded, held, mover).get(name)
-    if again is None:
-        return
-    if on_card:
-        (expected,) = QueuedDigests([storage_bytes(again)]).confirmed()
-        (found,) = QueuedDigests([storage_bytes(memory)]).confirmed()
-        if expected != found:
-            raise _misread(file, name)
-    else:  # a change since it was quantised is found where frozen weights are watched
-        mover.mark_derived(loaded, QUANTISED, digest=digest(again))
-
-
-_LAYER = re.compile(r"(.*?\.\d+\.)?")
-"""Of a tensor's name what names its layer; empty outside of layers."""
-
-
-def _misread(file: Path, name: str) -> CorruptionError:
-    return CorruptionError(
-        f"model file {file}: {name} was loaded from it with other bytes than another reading gave: a read from the "
-        "disk or from the page cache was wrong. It was not used: start the same command again; if it happens again, "
-        "test this machine's memory"
-    )
-
-
-def _converted(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a load computes weights of these names in the files from others, instead of taking them as they are."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    patterns = [
-        re.compile(pattern.replace("*", ".*"))
-        for conversion in get_checkpoint_conversion_mapping(model_type) or ()
-        if getattr(conversion, "operations", None)
-        for pattern in conversion.source_patterns
-    ]
-    return lambda name: any(pattern.search(name) for pattern in patterns)
-
-
-def _left_out(model: nn.Module, unexpected: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a file's tensor has no place in the model: so its loading reports, or its class without a report.
-
-    A class's patterns may fit weights that do have a place. Names in a file may lack the model's prefix, or have it.
-    """
-    patterns = [re.compile(pattern) for pattern in upstream.read("ignored_weights", model) or ()]
-    reported, prefix = set(unexpected), f"{getattr(model, 'base_model_prefix', '')}."
-    places = {name for where in places_of(model) for name in (where.name, where.name.removeprefix(prefix))}
-
-    def is_left_out(name: str) -> bool:
-        if name in reported:
-            return True
-        return name.removeprefix(prefix) not in places and any(pattern.search(name) for pattern in patterns)
-
-    return is_left_out
-
+    from hf_rocm_tune.transfer import Mover
 
 # ---- what a load reports --------------------------------------------------------------------------------------------
 

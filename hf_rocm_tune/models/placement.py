@@ -7,30 +7,20 @@ sentinels all walk it.
 from __future__ import annotations
 
 import gc
-import importlib
-import os
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_rocm_tune import upstream
-from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, listed
-from hf_rocm_tune.models.files import MappedFile, check_model_directory, hub_snapshot
+from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, listed
 from hf_rocm_tune.models.shards import local
-from hf_rocm_tune.models.tensors import LAYER_BUFFERS, Place, places_of, quant_state_of, tensors_of
-from hf_rocm_tune.transfer import Digest, digest, was_verified
-from hf_rocm_tune.transfer.raw_bytes import Registry, storage_bytes
+from hf_rocm_tune.models.tensors import LAYER_BUFFERS, Place, file_name, places_of, require_as_read, tensors_of
+from hf_rocm_tune.transfer import Digest, digest
+from hf_rocm_tune.transfer.raw_bytes import storage_bytes
 from hf_rocm_tune.transfer.report import share_words
 
 if TYPE_CHECKING:
@@ -41,41 +31,7 @@ if TYPE_CHECKING:
 MOVED = "equal to its source on arrival"
 QUANTISED = "quantised on the device from a verified tensor"
 CONVERTED = "fused or split on the device from verified tensors"
-EQUAL = "equal to its file"
-EQUAL_QUANTISED = "equal to its file, quantised again on the device"
 UNSURE = "computed on the device, where not all weights were verified"
-RECOMPUTED = "equal to what its configuration gives on the host"
-TRAINED = "verified on arrival, and trained since"
-IN_PLACE = "digested where it lies: on this device nothing crosses"
-
-
-@dataclass(frozen=True)
-class Read:
-    digest: Digest  # of its storage
-    file: str | None = None  # whose mapped bytes it shares; None: it has memory of its own
-    name: str = ""  # in the file
-
-
-_READ: Registry[Read] = Registry()
-
-
-def remember_read(tensor: Tensor, known: Read | None) -> None:
-    """Keeps the digest of a host tensor that was just read from a file, for `read_as`."""
-    _READ.put(tensor, known or Read(digest(storage_bytes(tensor))))
-
-
-def read_as(name: str, tensor: Tensor) -> Read | None:
-    """What `remember_read` knows of a host tensor, once; raises where that is no longer what it holds."""
-    known = _READ.get(tensor)
-    if known is None:
-        return None
-    del _READ.entries[tensor.untyped_storage()]
-    if digest(storage_bytes(tensor)) != known.digest:
-        raise MemoryFaultError(
-            f"weights changed in host memory after they were read: {name}",
-            "They were not used: start the same command again; if it happens again, test this machine's memory",
-        )
-    return known
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -132,7 +88,7 @@ def place(model: nn.Module, mover: Mover, *, parameters: bool = True, loaded: bo
         MemoryFaultError: a tensor is no longer what was read from its file.
         CorruptionError: a tensor could not be transferred correctly.
     """
-    _require_as_read(model)
+    require_as_read(model)
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         if parameters:
@@ -151,12 +107,6 @@ def _place_parameter(parameter: nn.Parameter, name: str, stage: str, mover: Move
     parameter.data = mover.move(parameter.data, name=name, stage=stage)
     if is_shared:
         setattr(parameter, "CB", parameter.data)  # noqa: B010  # of bitsandbytes' class
-
-
-def _require_as_read(model: nn.Module) -> None:
-    for name, tensor in tensors_of(model):
-        if tensor.device.type == "cpu":
-            read_as(name, tensor)
 
 
 def release_memory() -> None:
@@ -263,12 +213,6 @@ def mark_rewritten(model: nn.Module, before: Mapping[str, Digest], mover: Mover)
             mover.mark_derived(tensor, reason)  # new host tensors are digested by `place`
 
 
-def file_name(name: str) -> str:
-    """The name in the base's file of a tensor of a model with adapters."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
-    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
-
-
 def coverage(model: nn.Module, mover: Mover) -> Coverage:
     """The share of the model's bytes on its device that is verified, buffers of streamed layers included."""
     verified = total = 0
@@ -295,175 +239,3 @@ def coverage(model: nn.Module, mover: Mover) -> Coverage:
 
 def _on_host_unknown(tensor: Tensor, mover: Mover) -> bool:
     return tensor.device.type == "cpu" and mover.provenance(tensor) is None
-
-
-# ---- models that were created or loaded elsewhere: their content is compared with their files -----
-#
-# Tables that no file holds (rotary frequencies) are recomputed on the host; weights that bitsandbytes quantised are
-# compared with the file's tensor, transferred and quantised again. Not covered on an accelerator: quantised checkpoint
-# files, tensors that loading fuses or renames, and weights changed since.
-
-
-def attest(model: nn.Module, mover: Mover) -> None:
-    """Compares the tensors that a given model already has on the mover's device with its files.
-
-    A tensor equal to its file (or to its recomputed table) counts as verified from here on; on the host backend every
-    other one does too, on an accelerator it is marked unverified, with a reason.
-    """
-    _require_as_read(model)
-    unknown: dict[str, Tensor] = {}
-    for name, tensor in tensors_of(model):
-        if tensor.device.type == mover.device.type and mover.provenance(tensor) is None:
-            if tensor.requires_grad and was_verified(tensor):
-                mover.mark_derived(tensor, TRAINED)
-            else:
-                unknown[name] = tensor
-    files, why_not = files_of(model)
-    why: dict[str, str] = {}
-    for file in files:
-        try:
-            _compare_with_file(file, unknown, why, mover)
-        except (OSError, SafetensorError) as error:
-            why_not = f"{file.name} cannot be read ({error})"
-    for name, expected in _recomputed(model):
-        if name in unknown and _is_equal(expected, unknown[name], mover, RECOMPUTED):
-            del unknown[name]
-    for name, tensor in unknown.items():
-        if mover.device.type == "cpu":
-            mover.mark_derived(tensor, IN_PLACE, digest=digest(tensor))
-        else:
-            reason = why.get(name) or why_not or "no file holds a tensor of this name"
-            mover.mark_unverified(tensor, f"was on the device before training; {reason}")
-
-
-def _compare_with_file(file: Path, unknown: dict[str, Tensor], why: dict[str, str], mover: Mover) -> None:
-    """Mark tensors that equal the file's, and take them out of ``unknown``; ``why``: what is said of the others."""
-    held = MappedFile(file).tensors
-    for name in list(unknown):
-        if file_name(name) not in held:
-            continue
-        in_file = held[file_name(name)]
-        wanted = {name: in_file}
-        reason = EQUAL
-        if mover.device.type != "cpu":
-            again = quantised_again(name, unknown[name], in_file, mover)
-            if again:
-                wanted = again
-                reason = EQUAL_QUANTISED
-        for part, expected in wanted.items():
-            if part not in unknown:
-                continue
-            if _is_equal(expected, unknown[part], mover, reason):
-                del unknown[part]
-            else:
-                why[part] = f"differs from {file.name}"
-
-
-def quantised_again(name: str, weight: Tensor, in_file: Tensor, mover: Mover) -> dict[str, Tensor]:
-    """The file's tensor as bitsandbytes quantises it on the device, named as in `tensors_of`; empty: not quantised."""
-    state = getattr(weight, "quant_state", None)
-    rows = getattr(weight, "CB", None)
-    if not in_file.is_floating_point() or (state is None and rows is None):
-        return {}
-    functional = importlib.import_module("bitsandbytes.functional")
-    with mover.copies_as("weights"):
-        if state is None:
-            moved = mover.move_to(weight.device, in_file.to(torch.float16), name=name)
-            packed, scales, _ = functional.int8_vectorwise_quant(moved)
-            return {name: packed, f"{name}.SCB": scales}
-        moved = mover.move_to(weight.device, in_file.to(state.dtype), name=name)
-        packed, made = functional.quantize_4bit(
-            moved,
-            blocksize=state.blocksize,
-            compress_statistics=state.nested,
-            quant_type=state.quant_type,
-            quant_storage=weight.dtype,
-        )
-    tensors = {name: packed}
-    for path in quant_state_of(made):
-        tensors[f"{name}.quant_state.{path}"] = attrgetter(path)(made)
-    return tensors
-
-
-def _recomputed(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Non-persistent buffers of modules without weights, recomputed on the host from the module's configuration."""
-    for prefix, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if config is None or any(True for _ in module.parameters()):
-            continue
-        if {name for name, _ in module.named_buffers(recurse=False)} <= module.state_dict().keys():
-            continue  # its files have them
-        try:
-            with torch.device("cpu"):
-                fresh = type(module)(config)
-        except (TypeError, ValueError, KeyError, AttributeError):
-            continue  # needs more than its configuration: its buffers stay unverified
-        for name, buffer in fresh.named_buffers():
-            yield f"{prefix}.{name}".lstrip("."), buffer
-
-
-def is_recomputed(model: nn.Module, name: str, tensor: Tensor, mover: Mover) -> bool:
-    """Whether a buffer equals the one recomputed on the host from its configuration, such as a grown rotary table."""
-    path, _, attribute = name.rpartition(".")
-    module = dict(model.named_modules()).get(path)
-    if module is None:
-        return False  # a quantisation state's tensor
-    expected = [fresh for buffer, fresh in _recomputed(model) if buffer == name]
-    if attribute.endswith("inv_freq"):
-        expected += _rotary_tables(module, attribute.removesuffix("inv_freq"))
-    with mover.fetched(tensor.detach(), name=name, stage="weights") as fetched:
-        held = fetched.host
-        tolerance = 0.0
-        if tensor.device.type != "cpu":
-            tolerance = 4 * torch.finfo(torch.float32).eps
-        for table in expected:
-            if table.shape != held.shape or table.dtype != held.dtype:
-                continue
-            if torch.allclose(table, held, rtol=tolerance, atol=0.0):
-                return True
-        return False
-
-
-def _rotary_tables(module: Any, prefix: str) -> Iterator[Tensor]:
-    """Tables that transformers' `dynamic_rope_update` may have set: for the length so far, and for long inputs."""
-    layer_type = prefix.removesuffix("_") or None
-    kind = getattr(module, "rope_type", None)
-    if isinstance(kind, dict):
-        kind = kind.get(layer_type)
-    for attribute in (f"{prefix}max_seq_len_cached", "original_max_seq_len"):
-        length = getattr(module, attribute, None)
-        if length is None:
-            continue
-        for seen in (length, length + 1):
-            with torch.device("cpu"), suppress(TypeError, ValueError, KeyError, AttributeError):
-                make = ROPE_INIT_FUNCTIONS[kind]
-                yield make(module.config, torch.device("cpu"), seq_len=seen, layer_type=layer_type)[0]
-
-
-def _is_equal(expected: Tensor, on_device: Tensor, mover: Mover, reason: str) -> bool:
-    """Whether a tensor equals the expected one, cast to its dtype; if so, it is marked as derived."""
-    both_floating = expected.is_floating_point() and on_device.is_floating_point()
-    if expected.shape != on_device.shape or not (both_floating or expected.dtype == on_device.dtype):
-        return False
-    there = digest(on_device)
-    if digest(expected.to(dtype=on_device.dtype)) != there:
-        return False
-    mover.mark_derived(on_device, reason, digest=there)
-    return True
-
-
-def files_of(model: nn.Module) -> tuple[list[Path], str]:
-    """The safetensors files that a model was loaded from, or none and why they are unknown."""
-    name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
-    if not name:
-        return [], "its weight files are unknown"
-    directory = Path(name)
-    if not os.path.isdir(directory):  # Path's own raises on a name that is too long
-        cached = hub_snapshot(name, upstream.read("commit", model.config))
-        if cached is None:
-            return [], f"{name} is neither a directory nor in the Hub's cache"
-        directory = cached
-    try:
-        return check_model_directory(directory), ""
-    except (UsageError, OSError, SafetensorError) as error:
-        return [], str(error)

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from hf_rocm_tune.errors import MemoryFaultError, UsageError
 from hf_rocm_tune.models.files import MappedFile
-from hf_rocm_tune.models.placement import read_as
 from hf_rocm_tune.models.split import SplitMover, layer_stack
 from hf_rocm_tune.models.streamed import FLAG, LAYER_BUFFERS_A_CARD, Streamed
-from hf_rocm_tune.models.tensors import LAYER_BUFFERS, Place, places_of
+from hf_rocm_tune.models.tensors import LAYER_BUFFERS, Place, checked_read, places_of
 from hf_rocm_tune.transfer import combine, tree_tensors
 from hf_rocm_tune.transfer.digest import digest_range
 from hf_rocm_tune.transfer.layer_buffer import ADVICE, Content, LayerBuffer
@@ -121,7 +120,7 @@ class Streamer:
             by_source.add(id(source))
             offset = -(-segments[-1].end // ALIGNMENT) * ALIGNMENT if segments else 0
             segment = Segment(f"{layer}.{where.name}", source, offset)
-            known = read_as(segment.name, source)
+            known = checked_read(segment.name, source)
             segment.digest = digest_range(source, 0, source.nbytes, word_offset=offset // 4)
             if known is not None and known.file is not None:
                 segment.file = known.file

@@ -5,15 +5,19 @@ Coverage, placement and the sentinels all walk it. No library but torch is neede
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hf_rocm_tune.errors import MemoryFaultError
 from hf_rocm_tune.models.shards import local, reshard
-from hf_rocm_tune.transfer.raw_bytes import Registry
+from hf_rocm_tune.transfer import Digest, digest
+from hf_rocm_tune.transfer.raw_bytes import Registry, storage_bytes
 
 #: Device memory that streamed layers share, with its name, see `models.streaming`.
 LAYER_BUFFERS: Registry[str] = Registry()
@@ -105,3 +109,50 @@ def quant_state_of(state: object) -> Iterator[str]:
     nested = getattr(state, "state2", None)
     if nested is not None:
         yield from (f"state2.{attribute}" for attribute in quant_state_of(nested))
+
+
+def file_name(name: str) -> str:
+    """The name in the base's file of a tensor of a model with adapters."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
+
+
+# ---- host tensors that wait to be placed or streamed: they have to stay what was read ----
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a host tensor was when it had been read from a file."""
+
+    digest: Digest  # of its storage
+    file: str | None = None  # whose mapped bytes it shares; None: it has memory of its own
+    name: str = ""  # in the file
+
+
+_READ: Registry[Read] = Registry()
+
+
+def remember_read(tensor: Tensor, read: Read) -> None:
+    """Keeps the digest of a host tensor that was just read from a file, for `checked_read`."""
+    _READ.put(tensor, read)
+
+
+def checked_read(name: str, tensor: Tensor) -> Read | None:
+    """What `remember_read` knows of a host tensor, once; raises where that is no longer what it holds."""
+    known = _READ.get(tensor)
+    if known is None:
+        return None
+    del _READ.entries[tensor.untyped_storage()]
+    if digest(storage_bytes(tensor)) != known.digest:
+        raise MemoryFaultError(
+            f"weights changed in host memory after they were read: {name}",
+            "They were not used: start the same command again; if it happens again, test this machine's memory",
+        )
+    return known
+
+
+def require_as_read(model: nn.Module) -> None:
+    """Raises MemoryFaultError where a host tensor of the model is no longer what was read from its file."""
+    for name, tensor in tensors_of(model):
+        if tensor.device.type == "cpu":
+            checked_read(name, tensor)

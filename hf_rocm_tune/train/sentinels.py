@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from hf_rocm_tune.cards.agree import compare_replicas
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, listed
-from hf_rocm_tune.models.placement import RECOMPUTED, TRAINED, is_recomputed
+from hf_rocm_tune.models.file_comparison import RECOMPUTED, TRAINED, is_recomputed
 from hf_rocm_tune.models.quantised import running_statistics
 from hf_rocm_tune.models.sentinels import OUTSTANDING_BATCHES, BatchSentinel, Change, FrozenSentinel, TrainedSentinel
 from hf_rocm_tune.models.shards import cut_of, is_sharded, local, reshard

@@ -37,10 +37,10 @@ from hf_rocm_tune.lifecycle.heartbeat import Heartbeat, Phase
 from hf_rocm_tune.models import loss, recompute
 from hf_rocm_tune.models.adapter import keep_weights_from_vllm, share_inputs
 from hf_rocm_tune.models.adapter_settings import AdapterSettings
-from hf_rocm_tune.models.loading import LoadReport, packed_experts, record_file_digests, rewrites_base
+from hf_rocm_tune.models.file_comparison import attest, record_file_digests
+from hf_rocm_tune.models.loading import LoadReport, packed_experts, rewrites_base
 from hf_rocm_tune.models.placement import (
     Coverage,
-    attest,
     coverage,
     digests_before,
     mark_computed,

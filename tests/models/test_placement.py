@@ -17,8 +17,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rocm_tune.errors import CorruptionError
-from hf_rocm_tune.models.placement import IN_PLACE, Coverage, attest, coverage, file_name, mark_loaded, place
-from hf_rocm_tune.models.tensors import tensors_of
+from hf_rocm_tune.models.file_comparison import IN_PLACE, attest
+from hf_rocm_tune.models.placement import Coverage, coverage, mark_loaded, place
+from hf_rocm_tune.models.tensors import file_name, tensors_of
 from hf_rocm_tune.transfer import FaultSpec, TransferSettings, digest
 
 # PEFT 0.21 reads an attribute that transformers 5.23 renamed: https://github.com/huggingface/peft/pull/2817
