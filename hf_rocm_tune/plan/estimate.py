@@ -45,6 +45,8 @@ BANDWIDTH_SHARE = 0.8  # assumed: of the data sheet's bandwidth, what a kernel r
 NEAR = 0.05
 #: A mix of recomputation fills the card; it must be estimated to be faster than what else fits by this share.
 MIX_GAIN = 0.15
+#: By how much of the highest level a step may differ from the same tokens in shorter rows, see `ShortRows`.
+SHORT_ROWS_ERROR = 0.25
 #: In order of time. Of an evaluation, only the first three; the ``reference`` pass is that of DPO and KTO.
 ROLES = ("start", "forward", "head", "reference start", "reference", "reference head", "loss", "backward", "end")
 _OF_LAYERS = ("forward", "reference", "backward")
@@ -146,6 +148,81 @@ class Tape:
         return np.array(rows, dtype=np.float64).sum(axis=1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShortRows:
+    """A step of rows that are too long to be recorded, from recordings of as many tokens in shorter rows.
+
+    Code that loops over the tokens of a row takes a launch for each, but its memory depends on how many tokens there
+    are in all. Each figure of a step is taken as a sum of three terms: one that depends on the tokens alone, one that
+    grows with their length (masks), one with the number of rows (the states that a row begins with). Three recordings
+    give the three terms, exactly where no other moment becomes the highest.
+    """
+
+    tapes: Mapping[int, Tape]  # three, by the length of their rows
+    length: int  # of the rows that are planned
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether the planned rows take about as much memory as the longest recorded ones."""
+        longest = self._longest
+        if any(tape.keys != longest.keys for tape in self.tapes.values()):
+            return False
+        once = np.ones(1 + longest.layers)
+        recorded = longest.levels(once, accumulating=False)
+        planned = self.levels(once, accumulating=False)
+        highest = max(level[1] for level in recorded.values())
+        for (role, layer), level in recorded.items():
+            if role == "end":  # what it frees has no part in the peak
+                continue
+            if np.abs(planned[role, layer] - level).max() > SHORT_ROWS_ERROR * highest:
+                return False
+        return True
+
+    @cached_property
+    def _shares(self) -> Floats:
+        """By how much each recording is multiplied; these products add up to the planned step."""
+        lengths = np.array(list(self.tapes), dtype=np.float64)
+        terms = np.array([np.ones_like(lengths), lengths, 1 / lengths])
+        return np.linalg.solve(terms, np.array([1.0, self.length, 1 / self.length]))
+
+    @property
+    def _longest(self) -> Tape:
+        return self.tapes[max(self.tapes)]
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        return self._longest.keys
+
+    @property
+    def layers(self) -> int:
+        return self._longest.layers
+
+    @property
+    def events(self) -> list[tuple[int, int, int]]:
+        return self._longest.events
+
+    @property
+    def dropped(self) -> float:
+        """As of `Tape`."""
+        return float(self._shares @ np.array([tape.dropped for tape in self.tapes.values()]))
+
+    def levels(self, times: Floats, *, accumulating: bool) -> Levels:
+        """As of `Tape`."""
+        of_tapes = [tape.levels(times, accumulating=accumulating) for tape in self.tapes.values()]
+        levels: Levels = {}
+        for key in self.keys:
+            levels[key] = self._shares @ np.array([of_tape[key] for of_tape in of_tapes])
+        return levels
+
+    def work(self, times: Floats) -> Floats:
+        """As of `Tape`."""
+        rows: Floats = self._shares @ np.array([tape.work(times) for tape in self.tapes.values()])
+        return rows
+
+
+Recorded: TypeAlias = Tape | ShortRows
+
+
 def _level(signs: Any, sizes: Floats, *, accumulating: bool) -> Floats:
     """The change, the highest level and the new gradients of a segment, in bytes.
 
@@ -178,7 +255,7 @@ class Step:
     The segments outside the layers are those of the first recording.
     """
 
-    runs: tuple[tuple[Tape, Counts], ...]  # for each real layer the index of the recorded one
+    runs: tuple[tuple[Recorded, Counts], ...]  # for each real layer the index of the recorded one
     layers_only: bool = False  # of a card that has layers of a split model and copies of their inputs only
 
     @property

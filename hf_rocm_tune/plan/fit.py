@@ -19,6 +19,8 @@ from hf_rocm_tune.plan.estimate import (
     CardMemory,
     Case,
     Estimate,
+    Recorded,
+    ShortRows,
     Step,
     Tape,
     Variant,
@@ -39,10 +41,10 @@ LONGEST, LENGTH_STEP = 131072, 128
 _MANY_EVENTS = 8_000
 
 
-def _record(sample: Sample, case: Case) -> Tape:
-    from hf_rocm_tune.plan import recorder  # imports torch
-
-    return recorder.record(sample, case, *case.shape)
+#: The shortest rows that are recorded in place of long ones.
+_SHORTEST_ROWS = 4
+#: Operations of a step in short rows; each case takes three recordings.
+_MOST_IN_SHORT_ROWS = 20_000
 
 
 @dataclass
@@ -53,7 +55,8 @@ class Recordings:
     request: PlanRequest
     method: str  # one of the request's
     # by content of the rows, recomputation, and batch and length of the tensors
-    recorded: dict[tuple[str, str, int, int], Tape] = field(default_factory=dict)
+    recorded: dict[tuple[str, str, int, int], Recorded] = field(default_factory=dict)
+    short_rows: int = 0  # the length of the rows that are recorded in place of longer ones; 0: the real length is
 
     @property
     def _probe(self) -> Case:
@@ -62,15 +65,26 @@ class Recordings:
     @cached_property
     def sample(self) -> Sample:
         """The model with few layers; with all layers, which takes longer, if its layers depend on their number."""
+        from hf_rocm_tune.plan.recorder import LongStepError
         from hf_rocm_tune.plan.sample import build
 
         sample = build(self.config, self.request, self.method)
         try:
-            _record(sample, self._probe)  # not kept: a first step may cast biases for good and fill caches
+            self._record(sample, self._probe)  # not kept: a first step may cast biases for good and fill caches
+        except LongStepError:
+            raise
         except UsageError:
             sample = build(self.config, self.request, self.method, whole=True)
-            _record(sample, self._probe)
+            self._record(sample, self._probe)
         return sample
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the reader of the plan."""
+        if not self.short_rows:
+            return self.sample.notes
+        note = f"its code loops over tokens: memory is that of as many tokens in rows of up to {self.short_rows}"
+        return (*self.sample.notes, note)
 
     @cached_property
     def can_checkpoint(self) -> bool:
@@ -131,7 +145,7 @@ class Recordings:
                 runs.append((self._recording(alike), layers))
         return Step(tuple(runs))
 
-    def _recording(self, case: Case) -> Tape:
+    def _recording(self, case: Case) -> Recorded:
         """Of a case that recomputes all layers alike."""
         if case.evaluation:
             recomputation = "evaluation"
@@ -143,8 +157,45 @@ class Recordings:
             recomputation = "none"
         key = (case.content, recomputation, *case.shape)
         if key not in self.recorded:
-            self.recorded[key] = _record(self.sample, case)
+            self.recorded[key] = self._record(self.sample, case)
         return self.recorded[key]
+
+    def _record(self, sample: Sample, case: Case) -> Recorded:
+        """A recorded step, in shorter rows where this model's code loops over tokens."""
+        from hf_rocm_tune.plan.recorder import LongStepError, record  # imports torch
+
+        rows, length = case.shape
+        if self.short_rows and length > self.short_rows:
+            return self._in_short_rows(sample, case)
+        try:
+            return record(sample, case, rows, length)
+        except LongStepError:
+            if sample.request.pictures:
+                raise
+        self.short_rows = length // 2
+        return self._in_short_rows(sample, case)
+
+    def _in_short_rows(self, sample: Sample, case: Case) -> ShortRows:
+        """The step of a case from as many tokens in shorter rows, which become shorter until they can be recorded."""
+        from hf_rocm_tune.plan.recorder import LongStepError, record
+
+        rows, length = case.shape
+        while True:
+            tapes: dict[int, Tape] = {}
+            try:
+                for part in (1, 2, 4):  # the longest first, which takes most operations
+                    short = self.short_rows // part
+                    tapes[short] = record(sample, case, -(-rows * length // short), short, most=_MOST_IN_SHORT_ROWS)
+                break
+            except LongStepError:
+                if self.short_rows < 8 * _SHORTEST_ROWS:
+                    raise
+            self.short_rows //= 2
+        in_rows = ShortRows(tapes=tapes, length=length)
+        if not in_rows.is_plausible:
+            name = type(sample.base).__name__
+            raise UsageError(f"{name} cannot be planned: its step is too long to be recorded, and shorter ones differ")
+        return in_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +354,7 @@ def plan_for(
         notes.append("planned without Triton's kernels, which do not run here: see `hf-rocm-tune doctor`")
     notes += [f"{method}: {error}" for method, error in refused.items()]
     for of_method in recordings.values():
-        notes += [note for note in of_method.sample.notes if note not in notes]
+        notes += [note for note in of_method.notes if note not in notes]
     return Plan(request=request, config=config, card=card, grid=tuple(grid), recordings=recordings, notes=tuple(notes))
 
 

@@ -32,6 +32,15 @@ from hf_rocm_tune.plan.sample import Sample
 
 aten = torch.ops.aten
 
+
+class TooManyOperations(RuntimeError):
+    """A step of more operations than are recorded."""
+
+
+class LongStepError(UsageError):
+    """A model cannot be planned, as its step takes too many operations to be recorded."""
+
+
 #: Torch decides in Python whether each result of a layer is kept, and again in recomputation: two more launches each.
 _SELECTIVE_LAUNCHES = 3
 #: Steps of more operations are not recorded, as that would take many seconds.
@@ -42,8 +51,12 @@ MOST_OF_MANY = 100_000
 
 
 @quiet()
-def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
-    """Records one training step of a sample: the case's kind of rows and recomputation, at this batch and length."""
+def record(sample: Sample, case: Case, batch: int, length: int, *, most: int | None = None) -> Tape:
+    """Records one training step of a sample: the case's kind of rows and recomputation, at this batch and length.
+
+    UsageError: its code depends on the content of tensors, or fails on the meta device. LongStepError: it takes more
+    operations than ``most``, by default 20,000 (100,000 for some models, see `MOST_OF_MANY`).
+    """
     model, request = sample.model, sample.request
     platform, autocast = request.platform, request.autocast
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -52,7 +65,7 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
         tape,
         existing=[*model.parameters(), *model.buffers()],
         platform=platform,
-        most=_most_operations(sample),
+        most=most or _most_operations(sample),
         checks_tower=bool(request.pictures),
     )
     mode = DeviceMode(
@@ -85,6 +98,9 @@ def record(sample: Sample, case: Case, batch: int, length: int) -> Tape:
                 loss.backward()
             del loss, untrained_loss  # frees what only the graph still referenced
             batches.clear()
+    except TooManyOperations as error:
+        name = type(sample.base).__name__
+        raise LongStepError(f"{name} cannot be planned: its step cannot be recorded ({error})") from error
     except FOREIGN_ERRORS as error:
         name = type(sample.base).__name__
         why = describe(sample.base.config, error)
@@ -116,8 +132,10 @@ def _kernels_of_the_loss(request: PlanRequest) -> str:
 
 
 def _most_operations(sample: Sample) -> int:
-    many = sample.request.pictures or sample.is_one_layer
-    return MOST_OF_MANY if many or any(is_packed(each) for _, each in experts_of(sample.base)) else MOST_OPERATIONS
+    many = sample.request.pictures or sample.is_one_layer or sample.is_whole
+    if many or any(is_packed(experts) for _, experts in experts_of(sample.base)):
+        return MOST_OF_MANY
+    return MOST_OPERATIONS
 
 
 def _forward(
@@ -266,7 +284,8 @@ def _set_checkpointing(base: Any, mode: DeviceMode | None, *, selective: bool) -
 class Recorder(TorchDispatchMode):
     """Records the operations inside its ``with`` block on a tape, below autograd.
 
-    ``existing`` tensors do not count; ``platform``: whose kernels count; ``most``: operations, RuntimeError beyond.
+    ``existing`` tensors do not count; ``platform``: whose kernels count; ``most``: operations, `TooManyOperations`
+    beyond.
     ``checks_tower``: outside of the language model's layers, where a tower may have the peak, the float32 copies count
     that the checks of products make (``train/arithmetic/``).
     """
@@ -316,7 +335,7 @@ class Recorder(TorchDispatchMode):
         written = segment.written
         self._operations += 1
         if self._operations > self._most:
-            raise RuntimeError(f"more than {self._most:,} operations, as loops over tokens or windows take")
+            raise TooManyOperations(f"more than {self._most:,} operations, as loops over tokens or windows take")
         _, _, name, has_a_rate = _operator(func)
         workspace: int | None = None
         workspace_bytes = _workspace(name, self._platform, args, kwargs)
@@ -495,6 +514,8 @@ _UPPER_BY_DTYPE = {"softmax", "log_softmax", "sum", "cumsum", "prod"}
 # Attributes of tensors on the meta device, of whose content something is known.
 #: Of the sum of a mask: how many true entries were added up for all its entries together.
 _COUNTED = "_entries_counted"
+#: Of the sum of a mask over some dimensions: how many entries there are of each, as if all were true.
+_MOST = "_most_of_each"
 #: Of the choice of experts, a 1 for each token that an expert has: the share of its entries that are set.
 _SHARE = "_share_of_entries"
 #: Of what `nonzero` finds: these are positions, of which the first is as good as any.
@@ -507,7 +528,8 @@ _COMPARED = {"eq", "__eq__", "ge", "__ge__", "gt", "__gt__"}
 def _of_content(stock: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation that depends on content of which enough is known; NotImplemented: another operation.
 
-    As experts that a model's own code loops over take their tokens: each has its share.
+    As experts that a model's own code loops over take their tokens: each has its share. And of the tokens of a row that
+    are counted by a mask: there are none but real ones.
     """
     first = args[0] if args else None
     if not isinstance(first, Tensor) or not first.is_meta:
@@ -519,6 +541,13 @@ def _of_content(stock: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
             return 0
         if name in _COMPARED:  # with the number of an expert that is none
             return False
+    if name in ("max", "item") and len(args) == 1 and not kwargs and hasattr(first, _MOST):
+        most = getattr(first, _MOST)
+        if name == "item":
+            return most
+        greatest = stock(first)
+        setattr(greatest, _MOST, most)
+        return greatest
     if name == "nonzero" or (name in ("where", "argwhere") and len(args) == 1):
         count = max(1, round(getattr(first, _SHARE, 1) * first.numel()))
         if name == "where" or kwargs.get("as_tuple"):
@@ -535,6 +564,8 @@ def _of_content(stock: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         setattr(made, _SHARE, args[2].numel() / made.numel())
     elif name == "sum" and hasattr(first, _SHARE):
         setattr(made, _COUNTED, round(getattr(first, _SHARE) * first.numel()))
+    elif name == "sum" and first.dtype == torch.bool:  # the tokens of each row, say
+        setattr(made, _MOST, first.numel() // max(1, made.numel()))
     elif name in _REARRANGED:
         for tensor in _tensors_in(made):
             vars(tensor).update(_tagged(first))
@@ -542,7 +573,7 @@ def _of_content(stock: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _tagged(tensor: Tensor) -> dict[str, Any]:
-    return {name: value for name, value in vars(tensor).items() if name in (_SHARE, _POSITIONS)}
+    return {name: value for name, value in vars(tensor).items() if name in (_SHARE, _POSITIONS, _MOST)}
 
 
 def _positions(*shape: int) -> Tensor:

@@ -52,6 +52,7 @@ class Sample:
     config: Any  # the text configuration
     request: PlanRequest
     notes: tuple[str, ...]  # for the reader of the plan
+    is_whole: bool = False  # whether it has all layers of the real model, although some are alike
 
     @property
     def vocabulary(self) -> int:
@@ -172,6 +173,7 @@ def build(config: Any, request: PlanRequest, method: str, *, whole: bool = False
     else:
         _, layers, _ = stack
     layer_of: Counts = tuple(range(len(layers)))
+    whole = whole or _share_modules(layers)
     if stack is not None and not whole:
         layer_of = _keep_one_of_each_kind(layers, text)
         _renumber_skipped_layers(base, layer_of, len(layers))
@@ -189,7 +191,27 @@ def build(config: Any, request: PlanRequest, method: str, *, whole: bool = False
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
     model.train()
-    return Sample(model=model, base=base, layers=layers, layer_of=layer_of, config=text, request=request, notes=notes)
+    return Sample(
+        model=model,
+        base=base,
+        layers=layers,
+        layer_of=layer_of,
+        config=text,
+        request=request,
+        notes=notes,
+        is_whole=whole,
+    )
+
+
+def _share_modules(layers: nn.ModuleList) -> bool:
+    """Whether layers have a module with parameters in common, as Zamba's: what one of them takes is not each one's."""
+    seen: set[int] = set()  # ids of parameters
+    for layer in layers:
+        own = {id(parameter) for parameter in layer.parameters()}
+        if not own.isdisjoint(seen):
+            return True
+        seen |= own
+    return False
 
 
 def _renumber_skipped_layers(base: Any, layer_of: Counts, kept: int) -> None:
@@ -235,6 +257,7 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
     try:
         with torch.device("meta"), no_init_weights():
             model = make(config, **options)
+            _put_on_meta(model, dtype)
             if hasattr(model, "tie_weights"):
                 model.tie_weights()  # part of the initialisation, which is skipped because it takes seconds
     except (*FOREIGN_ERRORS, OSError) as error:  # OSError: a file of the model's own code is missing
@@ -245,6 +268,15 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
     if getattr(config, "is_encoder_decoder", False) or not has_head or not is_causal:
         raise UsageError(f"{name} cannot be planned: it is no causal language model with an output head")
     return model
+
+
+def _put_on_meta(model: nn.Module, dtype: torch.dtype) -> None:
+    """Moves the parameters that a model makes by older calls, which know neither torch's default device nor its dtype
+    (XLNet's by ``torch.FloatTensor``)."""
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
 
 
 def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> Counts:
@@ -260,6 +292,7 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> Counts:
         if isinstance(value, list | tuple) and len(value) == count:
             per_layer[key] = value
     numbers = {key for key, value in per_layer.items() if list(value) == list(range(count))}  # of the layers themselves
+    computed = _computed_per_layer(text, count)
     settings = [value for key, value in per_layer.items() if key not in numbers]
     kinds = [_kind(layer, [repr(value[i]) for value in settings]) for i, layer in enumerate(layers)]
     stands_for = {0: 0}
@@ -272,6 +305,9 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> Counts:
             vars(text)[key] = type(value)(range(len(kept)))
         else:
             vars(text)[key] = type(value)(value[i] for i in kept)
+    if computed:
+        replaced = {key: [value[i] for i in kept] for key, value in computed.items()}
+        text.__class__ = type(type(text).__name__, (type(text),), replaced)
     modules = [layers[i] for i in kept]
     del layers[:]
     layers.extend(modules)
@@ -280,6 +316,17 @@ def _keep_one_of_each_kind(layers: nn.ModuleList, text: Any) -> Counts:
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = position
     return tuple(kept.index(stands_for[i]) for i in range(count))
+
+
+def _computed_per_layer(text: Any, count: int) -> dict[str, Any]:
+    """The properties of a configuration that have a value for each layer, as Jamba's ``layer_types``."""
+    values: dict[str, Any] = {}
+    for name in dir(type(text)):
+        if isinstance(getattr(type(text), name), property):
+            value = getattr(text, name, None)
+            if isinstance(value, list | tuple) and len(value) == count:
+                values[name] = value
+    return values
 
 
 def _kind(layer: nn.Module, settings: list[str]) -> tuple[object, ...]:

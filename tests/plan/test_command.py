@@ -515,6 +515,23 @@ _OWN = {
         "num_hidden_layers": 6,
         "num_key_value_heads": 2,
     },
+    "counts its tokens to check them": {
+        "architectures": ["XLMWithLMHeadModel"],
+        "model_type": "xlm",
+        "emb_dim": 64,
+        "n_heads": 2,
+        "n_layers": 6,
+        "vocab_size": 512,
+    },
+    "makes parameters by older calls": {
+        "architectures": ["XLNetLMHeadModel"],
+        "model_type": "xlnet",
+        "d_model": 64,
+        "d_inner": 128,
+        "n_head": 2,
+        "n_layer": 6,
+        "vocab_size": 512,
+    },
     "runs two stacks in turns": {
         **_SIZES,
         "architectures": ["HrmTextForCausalLM"],

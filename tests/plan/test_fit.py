@@ -11,10 +11,10 @@ import pytest
 
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.machine.survey import Machine, survey
-from hf_rocm_tune.plan import fit
+from hf_rocm_tune.plan import recorder
 from hf_rocm_tune.plan.command import command
-from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, Weights, estimate, fastest
-from hf_rocm_tune.plan.fit import Plan, plan_for
+from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, ShortRows, Step, Weights, estimate, fastest
+from hf_rocm_tune.plan.fit import Plan, Recordings, _last_that_fits, plan_for
 from hf_rocm_tune.plan.request import (
     PUBLIC_MODELS,
     PlanRequest,
@@ -257,31 +257,67 @@ def _small(**more: Any) -> Plan:
 
 
 def test_a_refusal_of_one_method_is_told_and_the_other_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = fit._record
+    record = recorder.record
 
-    def refuse(sample: Any, case: Case) -> Any:
+    def refuse(sample: Any, case: Case, *rest: Any) -> Any:
         if getattr(sample.base, "is_loaded_in_4bit", False):
             raise UsageError("not in four bits")
-        return record(sample, case)
+        return record(sample, case, *rest)
 
-    monkeypatch.setattr(fit, "_record", refuse)
+    monkeypatch.setattr(recorder, "record", refuse)
     found = _small()
     assert list(found.variants) == ["lora"]
     assert any("not in four bits" in note for note in found.notes)
 
 
 def test_a_case_is_recorded_once_and_at_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    record, seen = fit._record, []
+    record, seen = recorder.record, []
 
-    def note(sample: Any, case: Case) -> Any:
-        seen.append((case.checkpointing, *case.shape))
-        return record(sample, case)
+    def note(sample: Any, case: Case, *shape: int) -> Any:
+        seen.append((case.checkpointing, *shape))
+        return record(sample, case, *shape)
 
-    monkeypatch.setattr(fit, "_record", note)
+    monkeypatch.setattr(recorder, "record", note)
     found = _small(methods=("lora",), mixes=False)
     wanted = {(each.case.checkpointing, *each.case.shape) for each in found.grid}
     assert wanted <= set(seen)
     assert len(seen) == len(set(seen)) + 1  # the first recording is not kept
+
+
+_LOOPED = {"hidden_size": 64, "num_hidden_layers": 6, "vocab_size": 512}
+#: Models whose code loops over the tokens of a row.
+LOOPS_OVER_TOKENS: dict[str, dict[str, Any]] = {
+    "rwkv": {**_LOOPED, "model_type": "rwkv", "architectures": ["RwkvForCausalLM"], "attention_hidden_size": 64},
+    "jamba": {
+        **_LOOPED,
+        "model_type": "jamba",
+        "architectures": ["JambaForCausalLM"],
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_experts": 2,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS_OVER_TOKENS)
+def test_a_loop_over_the_tokens_of_long_rows_is_planned_from_shorter_rows(kind: str) -> None:
+    """Jamba's mask for each layer is chosen by a list that its configuration computes."""
+    recordings = Recordings(config_of(LOOPS_OVER_TOKENS[kind]), PlanRequest(length=256, dropout=0.0), "lora")
+    sample = recordings.sample
+    assert len(sample.layers) < len(sample.layer_of) == 6
+    for case in (
+        Case(micro_batch=4, length=256, checkpointing=False),
+        Case(micro_batch=2, length=256, checkpointing=True),
+    ):
+        planned = recordings(case)
+        assert isinstance(planned.runs[0][0], ShortRows)
+        whole = Step(((recorder.record(sample, case, *case.shape, most=10**6), sample.layer_of),))
+        assert planned.peak().total == pytest.approx(whole.peak().total, rel=0.005)
+        assert planned.work() == pytest.approx(whole.work(), rel=0.01)
+    assert any("loops over tokens" in note for note in recordings.notes)
 
 
 def test_what_is_far_from_fitting_is_not_recorded_and_the_choice_is_that_of_all_cases() -> None:
@@ -310,7 +346,7 @@ def test_the_search_for_the_longest_row_finds_it_in_few_tries(bent: float) -> No
     for left in (-1.0, 0.5, 0.7, 1.5, 33.3, 140.0, 209.9, 210.0, 1e6):
         fits = [number for number in range(1, most + 1) if spare(number, left) >= 0]
         tries.clear()
-        assert fit._last_that_fits(functools.partial(spare, left=left), most, known=16) == max(fits, default=0)
+        assert _last_that_fits(functools.partial(spare, left=left), most, known=16) == max(fits, default=0)
         assert len(tries) <= (6 if not bent else 12) and len(tries) == len(set(tries))
 
 

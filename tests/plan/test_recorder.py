@@ -31,6 +31,10 @@ GEMMA3 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_atten
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 128, "n_layer": 5, "n_head": 4}
 GPT2 |= {"n_positions": 1024, "vocab_size": 640}
 MOE = {**EXPERTS, **SIZES, "moe_intermediate_size": 64, "mlp_only_layers": [0, 2]}
+#: Two blocks of attention, which layers share in turns.
+ZAMBA2 = {**SIZES, "model_type": "zamba2", "architectures": ["Zamba2ForCausalLM"], "mamba_expand": 2}
+ZAMBA2 |= {"n_mamba_heads": 4, "attention_head_dim": 64, "num_mem_blocks": 2}
+ZAMBA2 |= {"layers_block_type": ["mamba", "hybrid"] * 3 + ["mamba"], "hybrid_layer_ids": [1, 3, 5]}
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "gpt2": GPT2, "qwen3_moe": MOE}
 PLAIN = Case(micro_batch=1, length=2, checkpointing=False)
 PADDED = Case(micro_batch=2, length=2, checkpointing=False)
@@ -99,7 +103,7 @@ def test_the_configuration_is_left_as_it_was() -> None:
 def test_weights_of_all_layers_are_those_of_the_real_model() -> None:
     from transformers import AutoModelForCausalLM
 
-    for fields in MODELS.values():
+    for fields in (*MODELS.values(), ZAMBA2):
         config = config_of(fields)
         sample = sample_of(fields, "full")
         with torch.device("meta"):
