@@ -23,11 +23,11 @@ from hf_rocm_tune.train.arithmetic.bounds import FLOAT32
 from hf_rocm_tune.transfer import tree_tensors
 
 NORM, ROW, SCALE = 2.5, 5.0, 10.0
-"""Multiples of what random rounding does: of a tensor's norm, of a row's, and of the scale of all of it."""
+"""Tolerances over the errors of random rounding: for a tensor's norm, for a row's, and for the scale of the tensor."""
 WIDE = 0.5
-"""A bound above this share of a tensor's norm says nothing."""
+"""A tolerance above this share of a tensor's norm says nothing."""
 _NEAR_OVERFLOW = 1 / 8  # of the largest number of a dtype
-_SCALE_LEAST = 1 / 8  # of a norm's rounding: a scale's is estimated from few numbers
+_SCALE_LEAST = 1 / 8  # of the relative error of the norm: that of the scale is estimated from few numbers
 _MOVES = frozenset(
     f"aten::{name}"
     for name in (
@@ -295,65 +295,87 @@ def plain_attention(
 
 
 class LayerDifference(NamedTuple):
-    """How far a tensor of the device lies from the host's; ratios over what rounding explains."""
+    """The device's error in a tensor over the tolerance that rounding gives it: above 1 it is too large."""
 
     name: str
-    norm: float = 0.0  # of all of it
+    norm: float = 0.0  # of the whole tensor
     row: float = 0.0  # of its worst row
-    scale: float = 0.0  # how much larger or smaller all of it is
-    width: float = 0.0  # of the bound of the norm, relative to the norm; infinite: not judged
+    scale: float = 0.0  # of the share by which the whole tensor is too large or too small
+    width: float = 0.0  # the tolerance of the norm, relative to the tensor's norm; infinite: the tensor is not judged
 
     @property
     def ratio(self) -> float:
         return max(self.norm, self.row, self.scale)
 
 
-def compare(name: str, computed: Tensor, exact: Tensor, rounded: Sequence[Tensor], largest: float) -> LayerDifference:
-    """How far a tensor that the device computed lies from the host's, in multiples of what rounding can do to it.
+class _Tolerance(NamedTuple):
+    """The largest error of a tensor that rounding explains."""
 
-    The host has computed it exactly (float32), and several times with random rounding: how far those lie from the exact
-    one is the noise. The device's error is divided by a multiple of the noise in three ways: over the whole tensor, in
-    its worst row (of the last dim; a tensor of one dim is one row), and as a change of its scale.
+    norm: float  # of the whole error
+    rows: Tensor  # of the error in each row, float32[rows]
+    scale: float  # of the share by which the error makes the tensor larger or smaller
+    relative: float  # `norm` over the norm of the tensor
+
+
+def compare(name: str, computed: Tensor, exact: Tensor, rounded: Sequence[Tensor], largest: float) -> LayerDifference:
+    """Compare a tensor that the device computed with the host's: its error over the tolerance for rounding.
+
+    The host has computed the tensor in float32, and several times more with random rounding. How far those runs lie
+    from the float32 one is what rounding does to this tensor; the tolerance is a multiple of it.
 
     Args:
         name: of the tensor, in the result.
-        computed: by the device.
-        exact: by the host in float32, of the same shape.
-        rounded: by the host with random rounding, once for each run.
+        computed: by the device, in any float dtype.
+        exact: by the host in float32, of the same shape. A row is its last dim; a tensor of one dim is one row.
+        rounded: by the host with random rounding, one tensor for each run.
         largest: finite number of the device's dtype. A tensor with numbers near it may have overflowed on the device,
-            and is not judged: the result's bound is infinitely wide.
+            and is not judged: the result's ``width`` is infinite.
     """
-    columns = max(exact.numel(), 1)
-    if exact.dim() > 1:
-        columns = exact.shape[-1]
-    exact = exact.reshape(-1, columns)
-    may_overflow = not bool((exact.abs() < _NEAR_OVERFLOW * largest).all())
-    if not exact.numel() or may_overflow:
+    exact = _rows(exact)
+    is_far_from_overflow = bool((exact.abs() < _NEAR_OVERFLOW * largest).all())
+    if not exact.numel() or not is_far_from_overflow:
         return LayerDifference(name, width=math.inf)
+    rounding_errors = [_rows(run) - exact for run in rounded]
+    tolerance = _tolerance(exact, rounding_errors)
 
-    tiny = torch.finfo(torch.float32).tiny
-    noise_of_runs = [run.reshape(-1, columns) - exact for run in rounded]
-    row_norms_of_runs = torch.stack([torch.linalg.vector_norm(noise, dim=1) for noise in noise_of_runs])
-    row_noise = row_norms_of_runs.square().mean(0).sqrt()  # the runs' root mean square, of shape [rows]
-    total_noise = float(row_noise.norm())
-    row_norm = torch.linalg.vector_norm(exact, dim=1)
-    relative_noise = total_noise / max(float(row_norm.norm()), tiny)
-    width = NORM * relative_noise
-
-    error = computed.reshape(-1, columns).float() - exact
+    error = _rows(computed).float() - exact
     if not bool(error.isfinite().all()):
-        return LayerDifference(name, norm=math.inf, width=width)
-    # A few runs may by chance have little noise in a row: its share of the whole tensor's is added.
-    row_bound = ROW * (row_noise + relative_noise * row_norm)
-    row_error = torch.linalg.vector_norm(error, dim=1)
-    scale_noise = max(_change_of_scale(noise, exact) for noise in noise_of_runs)
-    scale_bound = SCALE * max(scale_noise, _SCALE_LEAST * relative_noise)
+        return LayerDifference(name, norm=math.inf, width=tolerance.relative)
+    row_errors = torch.linalg.vector_norm(error, dim=1)
     return LayerDifference(
         name,
-        norm=float(error.norm()) / max(NORM * total_noise, tiny),
-        row=float((row_error / row_bound.clamp_min(tiny)).amax()),
-        scale=_change_of_scale(error, exact) / max(scale_bound, tiny),
-        width=width,
+        norm=float(error.norm()) / tolerance.norm,
+        row=float((row_errors / tolerance.rows).amax()),
+        scale=_change_of_scale(error, exact) / tolerance.scale,
+        width=tolerance.relative,
+    )
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix of rows, [rows, columns]."""
+    columns = max(tensor.numel(), 1)
+    if tensor.dim() > 1:
+        columns = tensor.shape[-1]
+    return tensor.reshape(-1, columns)
+
+
+def _tolerance(exact: Tensor, rounding_errors: Sequence[Tensor]) -> _Tolerance:
+    """From the errors of several runs with random rounding; each, and ``exact``: float32[rows, columns]."""
+    tiny = torch.finfo(torch.float32).tiny
+    row_norms = torch.linalg.vector_norm(exact, dim=1)
+    row_errors = torch.stack([torch.linalg.vector_norm(error, dim=1) for error in rounding_errors])  # [runs, rows]
+    typical_row_errors = row_errors.square().mean(0).sqrt()  # root mean square of the runs, [rows]
+    typical_error = float(typical_row_errors.norm())
+    relative_error = typical_error / max(float(row_norms.norm()), tiny)
+    # In a few runs a row may by chance have a small error: its share of the whole tensor's error is added.
+    row_tolerances = ROW * (typical_row_errors + relative_error * row_norms)
+    largest_change_of_scale = max(_change_of_scale(error, exact) for error in rounding_errors)
+    scale_tolerance = SCALE * max(largest_change_of_scale, _SCALE_LEAST * relative_error)
+    return _Tolerance(
+        norm=max(NORM * typical_error, tiny),
+        rows=row_tolerances.clamp_min(tiny),
+        scale=max(scale_tolerance, tiny),
+        relative=NORM * relative_error,
     )
 
 
@@ -364,32 +386,40 @@ def _change_of_scale(error: Tensor, exact: Tensor) -> float:
 
 
 def worst_choice(chosen: Tensor, scores: Tensor, rounded: Sequence[Tensor]) -> LayerDifference:
-    """How much worse the experts that the device chose are than the host's best ones.
+    """How much lower the scores of the experts that the device chose are than the best ones, over the tolerance.
 
-    ``scores``: over the last dim, of the host; ``rounded``: the same, rounded at random.
+    Args:
+        chosen: indices of the device's experts, int64[..., k] on the host.
+        scores: of all experts, computed by the host, [..., experts].
+        rounded: the same with random rounding, one tensor for each run.
     """
-    best = scores.topk(chosen.shape[-1], dim=-1).values
-    taken = scores.gather(-1, chosen).sort(dim=-1, descending=True).values
-    finite = best.isfinite() & taken.isfinite()
-    lost = float(torch.where(finite, best - taken, 0.0).max())
-    ratio = lost / _allowed(scores, rounded)
-    chosen_twice = bool((chosen.sort(dim=-1).values.diff(dim=-1) == 0).any())
-    if chosen_twice:
+    best_scores = scores.topk(chosen.shape[-1], dim=-1).values
+    chosen_scores = scores.gather(-1, chosen).sort(dim=-1, descending=True).values
+    are_finite = best_scores.isfinite() & chosen_scores.isfinite()
+    largest_loss = float(torch.where(are_finite, best_scores - chosen_scores, 0.0).max())
+    ratio = largest_loss / _difference_tolerance(scores, rounded)
+    is_any_chosen_twice = bool((chosen.sort(dim=-1).values.diff(dim=-1) == 0).any())
+    if is_any_chosen_twice:
         ratio = math.inf
     return LayerDifference("the choice of experts", norm=ratio)
 
 
 def worst_side(name: str, side: Tensor, above: Tensor, rounded: Sequence[Tensor]) -> LayerDifference:
-    """How far beyond a limit numbers lie on the host which the device had on the other side of it.
+    """How far beyond a limit (of ReLU, say) numbers lie on the host that the device had on its other side.
 
-    ``side``: whether a number lay above the limit on the device; ``above``, ``rounded``: how far above on the host.
+    Args:
+        name: of the function that has the limit.
+        side: whether the device's numbers lay above the limit, bool.
+        above: how far the host's numbers lie above it, of the same shape; negative: below.
+        rounded: the same with random rounding, one tensor for each run.
     """
-    on_other_side = (side != (above > 0)) & above.isfinite()
-    beyond = float(torch.where(on_other_side, above.abs(), 0.0).max())
-    return LayerDifference(f"the side of a limit of {name}", norm=beyond / _allowed(above, rounded))
+    is_on_other_side = (side != (above > 0)) & above.isfinite()
+    farthest = float(torch.where(is_on_other_side, above.abs(), 0.0).max())
+    ratio = farthest / _difference_tolerance(above, rounded)
+    return LayerDifference(f"the side of a limit of {name}", norm=ratio)
 
 
-def _allowed(exact: Tensor, rounded: Sequence[Tensor]) -> float:
-    """How far numbers may lie apart, by the largest difference that random rounding makes."""
-    noise = max(float((run - exact).abs().max()) for run in rounded)
-    return max(NORM * noise, torch.finfo(torch.float32).tiny)
+def _difference_tolerance(exact: Tensor, rounded: Sequence[Tensor]) -> float:
+    """How far single numbers may lie apart: a multiple of the largest difference that random rounding makes."""
+    largest_error = max(float((run - exact).abs().max()) for run in rounded)
+    return max(NORM * largest_error, torch.finfo(torch.float32).tiny)
