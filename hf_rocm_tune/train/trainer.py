@@ -58,6 +58,7 @@ from hf_rocm_tune.models.streaming import streamer_of
 from hf_rocm_tune.survive.checkpoint import Checkpoints
 from hf_rocm_tune.survive.saved_state import HostCopy, adapter_on_host
 from hf_rocm_tune.train.arithmetic import ArithmeticChecks, StepVerdict
+from hf_rocm_tune.train.arithmetic.attention import AttentionChecks
 from hf_rocm_tune.train.arithmetic.layers import HostLayers
 from hf_rocm_tune.train.device_memory import FragmentationCallback
 from hf_rocm_tune.train.events import surround
@@ -182,6 +183,7 @@ class VerifiedTransferMixin(_Base):
         self._guard = TrainingGuard(self, max_skipped=settings.max_skipped_steps)
         checks_arithmetic = settings.check_arithmetic != "off"
         self._arithmetic = ArithmeticChecks(settings.check_arithmetic, self.mover)
+        self._attention = AttentionChecks(self, on=checks_arithmetic)
         self._replays = Replays(self, self._arithmetic, on=checks_arithmetic)
         self._updates = UpdateChecks(self.mover.report, on=checks_arithmetic)
         self._host_layers = HostLayers(self, self._arithmetic, mode=settings.check_arithmetic)
@@ -364,6 +366,7 @@ class VerifiedTransferMixin(_Base):
             self._checkpoints.load_states(resumed, "optimizer", "scheduler", "scaler")
         self.strategy.start(self.model_wrapped, self.optimizer, self._sentinel.check_replicas, max_steps=max_steps)
         self._metrics_queue.logged_at(step)
+        self._attention.prepare()
         self._replays.prepare()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         own = is_foreign(type(self)) or any(is_foreign(type(callback)) for callback in self.callback_handler.callbacks)
@@ -413,6 +416,7 @@ class VerifiedTransferMixin(_Base):
         self._guard.begin_step()
         self._require_settings()
         self._arithmetic.begin_step(self.state.global_step + 1)
+        self._attention.begin_step()
         self._replays.begin_step(self.state.global_step + 1)
         self._loss_before = self._tr_loss.clone()  # upstream adds each micro-step's loss to it in place
         self._recovery.begin_step()
@@ -462,9 +466,9 @@ class VerifiedTransferMixin(_Base):
         if self._recovery.divisor == 1:  # no micro-batch is split
             of_strategy = self.strategy.stepping(stock)
             if of_strategy is stock:
-                self._replays.rehearse(stock, model, inputs, num_items_in_batch)
+                self._replays.run_ahead(stock, model, inputs, num_items_in_batch)
             stock = of_strategy
-        with self._replays.watching_attention(inputs):
+        with self._attention.watching(inputs):
             if not isinstance(inputs, Mapping):  # prompts from which the trainer generates its batch: cannot be split
                 loss: Tensor = stock(model, inputs, num_items_in_batch)
             else:
@@ -555,7 +559,7 @@ class VerifiedTransferMixin(_Base):
         self._sentinel.queue_check()
         self._require_settings()
         self._host_layers.compute()  # no micro-batch is in the layer now, as others are in a pipeline before
-        checks = self._updates, self._arithmetic, self._replays, self._host_layers
+        checks = self._updates, self._arithmetic, self._attention, self._replays, self._host_layers
         judge = partial(
             self._guard.judge,
             model,
@@ -575,7 +579,7 @@ class VerifiedTransferMixin(_Base):
             # It refuses to unscale gradients twice in a step.
             upstream.read("float16_scaling", self.accelerator.scaler).clear()
         compare = partial(self._replays.compare, model, again=True)
-        with self._replays.watching_attention():
+        with self._attention.watching():
             losses = self._recovery.repeat(self._verified_step, model, self._num_items, compare)
         self._sentinel.queue_batch_check()
         self.strategy.check(step=self.state.global_step + 1, synced=True)
@@ -713,6 +717,7 @@ class VerifiedTransferMixin(_Base):
             "arithmetic": {
                 **self._arithmetic.describe(),
                 **self._replays.describe(),
+                **self._attention.describe(),
                 **self._updates.describe(),
                 **self._host_layers.describe(),
             },

@@ -53,7 +53,7 @@ FROM_CARD = {
 SAVED = {
     "train/guard.py:_read_figures": "loss, norm, residuals of products, a sample of the last update, in one read",
     "train/update/checks.py:UpdateChecks.check_now": "a sample of the last update, before a save",
-    "train/replay.py:_outcome": "loss, norms and sums of what was computed twice, in one read",
+    "train/replay.py:_result_of": "loss, norms and sums of what was computed twice, in one read",
     "train/metrics.py:evaluate_deferred": "what TRL's trainer has noted since the last log, in one read",
     "safetensors/torch.py:_to_ndarray": "an adapter or a model, compared with its file afterwards",
     "survive/saved_state.py:State.write": "likewise",

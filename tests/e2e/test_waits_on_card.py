@@ -18,7 +18,7 @@ GUARD = "train/guard.py:_read_figures"
 """Loss and gradient norm, before they are used."""
 LOGGED = "train/metrics.py:evaluate_deferred"
 """What TRL's trainer notes in each micro-step, once a log."""
-REPLAY = "train/replay.py:_outcome"
+REPLAY = "train/replay.py:_result_of"
 """In the third step and once in 400 micro-batches: of the micro-batch that is computed twice, both times."""
 UPSTREAM = ("transformers/", "trainer/sft_trainer.py", "accelerate/")
 

@@ -1,22 +1,165 @@
 """Rows of torch's ``scaled_dot_product_attention``, computed again in float32 by plain products, with the run's masks;
 and whether a ``topk``, as of a router of experts, has taken the best.
 
+Both are done in the first step, and whenever a longer batch comes than all before.
+
 Not found: a wrong backward pass; attention with dropout; other attention functions.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hf_rocm_tune.models.trainer_parts import OwningTrainer
 from hf_rocm_tune.train.arithmetic.bounds import roundoff
+from hf_rocm_tune.train.arithmetic.verdict import StepVerdict, record_disagreement
+
+logger = logging.getLogger(__name__)
 
 _ROWS = 8  # of each attention call
+
+
+class AttentionChecks:
+    """The checks of attention and of `topk` in a training. The trainer owns one, and calls it in order of the methods.
+
+    Attributes:
+        failure: the sentence on what ended the run; empty before.
+    """
+
+    def __init__(self, trainer: OwningTrainer, *, on: bool) -> None:
+        self._trainer = trainer
+        self._is_on = on
+        self._longest_row = 0  # tokens of the longest row whose attention was checked
+        # Of this step, by device, a tensor of shape [] for each call:
+        self._errors: dict[torch.device, list[Tensor]] = defaultdict(list)  # `attention_error`
+        self._wrong_choices: dict[torch.device, list[Tensor]] = defaultdict(list)  # `wrong_choice`
+        self._wrong_computations = 0  # of this step
+        self._was_wrong = ""  # what was wrong in the last of them
+        self.failure = ""
+
+    def prepare(self) -> None:
+        """A training begins."""
+        if self._trainer.args.torch_compile:  # what is compiled calls no attention function
+            self._is_on = False
+
+    def begin_step(self) -> None:
+        self._errors.clear()
+        self._wrong_choices.clear()
+        self._wrong_computations = 0
+
+    @contextmanager
+    def watching(self, inputs: Any = None) -> Iterator[None]:
+        """Within the block the calls of attention and of `topk` are checked.
+
+        ``inputs``: of a micro-batch, checked if its rows are the longest yet; None: of all micro-batches of a step that
+        is computed again, checked if attention or a choice was wrong in it.
+        """
+        length = 0
+        if self._is_on and isinstance(inputs, Mapping):
+            length = _row_length(inputs)
+        is_step_again = inputs is None and self._wrong_computations > 0
+        if length <= self._longest_row and not is_step_again:
+            yield
+            return
+        self._longest_row = max(self._longest_row, length)
+        stock = functional.scaled_dot_product_attention
+        thread = threading.get_ident()
+
+        def checked(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            result: Tensor = stock(query, *args, **kwargs)
+            if threading.get_ident() != thread:  # that computes a layer on the host
+                return result
+            with torch.no_grad(), torch.autocast(result.device.type, enabled=False):
+                if query.dim() == 4:
+                    error = attention_error(result, query, *args, **kwargs)
+                    if error is not None:
+                        self._errors[error.device].append(error)
+            return result
+
+        def add_choice(wrong: Tensor) -> None:
+            self._wrong_choices[wrong.device].append(wrong)
+
+        functional.scaled_dot_product_attention = checked
+        try:
+            with WatchedChoices(add_choice):
+                yield
+        finally:
+            functional.scaled_dot_product_attention = stock
+
+    def pending(self) -> list[Tensor]:
+        """The errors of attention, then the wrong choices: shape [calls], one tensor for each device."""
+        on_devices = [*self._errors.values(), *self._wrong_choices.values()]
+        return [torch.stack(calls) for calls in on_devices]
+
+    def judge(self, figures: Sequence[Sequence[float]], *, can_repeat: bool) -> StepVerdict:
+        """What to do with the step; ``figures``: a row for each tensor of `pending`."""
+        errors: list[float] = []
+        for row in figures[: len(self._errors)]:
+            errors += row
+        wrong_choices: list[float] = []
+        for row in figures[len(self._errors) :]:
+            wrong_choices += row
+        self._errors.clear()
+        self._wrong_choices.clear()
+        if not errors and not wrong_choices:
+            return StepVerdict.GO_ON
+        self._trainer.transfer_report.count("arithmetic", attention=len(errors), choices=len(wrong_choices))
+
+        wrong = []
+        if any(not error <= 1.0 for error in errors):  # NaN too
+            wrong.append(f"attention over {self._longest_row} tokens")
+        if any(wrong_choices):
+            wrong.append("topk (the choice of experts)")
+        if not wrong:
+            if self._wrong_computations:
+                self._record(self._was_wrong, kind="transient", outcome="recovered", text="it is right now")
+            return StepVerdict.GO_ON
+        self._wrong_computations += 1
+        self._was_wrong = " and ".join(wrong)
+        if can_repeat and self._wrong_computations == 1:
+            return StepVerdict.REPEAT
+
+        text = "something else than the best was chosen, each time: run hf-rocm-tune doctor --full"
+        if self._was_wrong.startswith("attention"):
+            largest = max(math.inf if math.isnan(error) else error for error in errors)
+            advice = "give --attn_implementation eager, or a smaller --max_length"
+            text = f"{largest:.3g} times what rounding explains: {advice}"
+        self.failure = self._record(self._was_wrong, kind="repeatable", outcome="stopped", text=text)
+        return StepVerdict.END
+
+    def describe(self) -> dict[str, Any]:
+        """For the report."""
+        return {"attention_length": self._longest_row}
+
+    def _record(self, what: str, *, kind: str, outcome: str, text: str) -> str:
+        """An incident in the report, and a warning, which is returned."""
+        step = self._trainer.state.global_step + 1
+        tensor, *_ = what.split()
+        report = self._trainer.transfer_report
+        record_disagreement(report, step, tensor, kind=kind, outcome=outcome, text=text)
+        sentence = f"step {step}: {what}: {text}"
+        logger.warning("%s", sentence)
+        return sentence
+
+
+def _row_length(inputs: Mapping[str, Any]) -> int:
+    """The largest last dim of a micro-batch's tensors."""
+    length = 0
+    for tensor in inputs.values():
+        if isinstance(tensor, Tensor) and tensor.dim():
+            length = max(length, tensor.shape[-1])
+    return length
 
 
 def attention_error(

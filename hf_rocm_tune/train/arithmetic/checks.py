@@ -37,18 +37,12 @@ FIRST_STEPS = 2
 """Steps after a start in which all products are checked."""
 
 
-Aside = Literal["attention", "choice"]
-"""What a figure is on that is no residual of a product."""
-
-
 class ArithmeticChecks:
     """Checks of the products with frozen weights. The trainer owns one, and calls it in the order of the methods.
 
     Attributes:
         refusal: why nothing is checked; None if something is.
         period: steps in which each layer is checked once.
-        attention: the figures given to `add_attention`, as read by the last `judge`.
-        choices: likewise of `add_choice`.
     """
 
     def __init__(self, mode: Mode, mover: Mover) -> None:
@@ -60,14 +54,12 @@ class ArithmeticChecks:
         self._products: list[Product] = []
         self._due: list[Product] = []
         self._handles: list[Any] = []
-        # Of this step, by device: the largest residual over its bound, shape []; of attention without a side.
-        self._residuals: dict[torch.device, list[tuple[CheckedSide | Aside, Tensor]]] = defaultdict(list)
+        # Of this step, by device: the largest residual of each product over its bound, shape [].
+        self._residuals: dict[torch.device, list[tuple[CheckedSide, Tensor]]] = defaultdict(list)
         self._begun = 0
         self._paused = False
         self._all_placed = True  # the checksums of all layers are on the device
         self._head: nn.Module | None = None  # whose products a fused loss computes
-        self.attention: list[float] = []
-        self.choices: list[float] = []
         self.refusal: str | None = "training has not begun"
         if mode == "off":
             self.refusal = "--check_arithmetic off"
@@ -258,14 +250,6 @@ class ArithmeticChecks:
                 call = Call(again=again, expert=expert)
                 checked.held = HeldProduct(rows, weight[rows].clone(), residuals, weight.dtype, call)
 
-    def add_attention(self, worst: Tensor) -> None:
-        """Have a figure on an attention call, shape [], read with the residuals."""
-        self._residuals[worst.device].append(("attention", worst))
-
-    def add_choice(self, wrong: Tensor) -> None:
-        """Have whether a `topk` was wrong, 0 or 1, shape [], read with the residuals."""
-        self._residuals[wrong.device].append(("choice", wrong))
-
     # ---- the step is judged -------------------------------------------------------------------------------------
 
     def pending(self) -> list[Tensor]:
@@ -292,22 +276,15 @@ class ArithmeticChecks:
         return self._verdicts.clear()
 
     def _largest(self, numbers: Sequence[Sequence[float]]) -> dict[int, float]:
-        """The largest residual of each side by its id, NaN above all; sets `attention` and `choices`."""
+        """The largest residual of each side by the side's id, NaN above all."""
         largest: dict[int, float] = {}
-        self.attention = []
-        self.choices = []
         residuals = 0
         for on_device, row in zip(self._residuals.values(), numbers, strict=True):
             for (checked, _), number in zip(on_device, row, strict=True):
-                if checked == "attention":
-                    self.attention.append(number)
-                elif checked == "choice":
-                    self.choices.append(number)
-                else:
-                    residuals += 1
-                    known = largest.setdefault(id(checked), 0.0)
-                    if not (number <= known or math.isnan(known)):
-                        largest[id(checked)] = number
+                residuals += 1
+                known = largest.setdefault(id(checked), 0.0)
+                if not (number <= known or math.isnan(known)):
+                    largest[id(checked)] = number
         self._report.count("arithmetic", residuals=residuals)
         self._residuals.clear()
         return largest

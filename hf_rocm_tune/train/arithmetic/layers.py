@@ -517,30 +517,30 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _differences(task: LayerTask) -> list[LayerDifference]:
-    """How far all that the device computed and chose lies from the host's, over what rounding explains."""
+    """The device's errors in all that it computed and chose, over the tolerances for rounding."""
     device = task.on_device
-    exact, *rounded = task.on_host
+    exact, *rounded = task.on_host  # in float32; with random rounding
     if exact.tensors.keys() != device.tensors.keys():
         raise ValueError("other weights have gradients on the host than on the device")
     largest = torch.finfo(task.dtype).max
     differences = []
-    for name, wanted in exact.tensors.items():
-        by_chance = [result.tensors[name] for result in rounded]
-        differences.append(compare(name, device.tensors[name], wanted, by_chance, largest))
+    for name, tensor in exact.tensors.items():
+        rounded_tensors = [run.tensors[name] for run in rounded]
+        differences.append(compare(name, device.tensors[name], tensor, rounded_tensors, largest))
     for number, chosen in enumerate(device.chosen):
         scores = exact.chosen[number]
         if chosen.dim() and scores.shape[:-1] == chosen.shape[:-1]:
-            by_chance = [result.chosen[number] for result in rounded]
-            differences.append(worst_choice(chosen, scores, by_chance))
+            rounded_scores = [run.chosen[number] for run in rounded]
+            differences.append(worst_choice(chosen, scores, rounded_scores))
     for key, above_limits in exact.sides.items():
         function, _ = key
         for number, above in enumerate(above_limits):
-            by_chance = [result.sides[key][number] for result in rounded]
-            differences.append(worst_side(function, device.sides[key][number], above, by_chance))
+            rounded_above = [run.sides[key][number] for run in rounded]
+            differences.append(worst_side(function, device.sides[key][number], above, rounded_above))
     return differences
 
 
 def _wrong(differences: Sequence[LayerDifference]) -> list[LayerDifference]:
-    """Those that rounding does not explain: the output first, then the gradients, the worst first."""
+    """Those above their tolerance: the output first, then the gradients, the worst first."""
     wrong = [difference for difference in differences if difference.width <= WIDE and not difference.ratio <= 1.0]
     return sorted(wrong, key=lambda difference: (difference.name != _OUTPUT, -difference.ratio))

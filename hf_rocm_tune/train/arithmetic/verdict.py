@@ -21,7 +21,7 @@ from hf_rocm_tune.models.shards import local
 from hf_rocm_tune.train.arithmetic.bounds import roundoff, weight_residuals
 from hf_rocm_tune.train.arithmetic.checksums import HostWeights
 from hf_rocm_tune.train.arithmetic.products import HeldProduct, Product, Side
-from hf_rocm_tune.transfer import Mover, host_copy
+from hf_rocm_tune.transfer import Mover, TransferReport, host_copy
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,13 @@ class StepCheck(Protocol):
     def judge(self, figures: Sequence[Sequence[float]], /, *, can_repeat: bool) -> StepVerdict:
         """What to do with the step on this rank; ``figures``: a row for each tensor of `pending`."""
         ...
+
+
+def record_disagreement(report: TransferReport, step: int, tensor: str, *, kind: str, outcome: str, text: str) -> None:
+    """An incident in the report, and its counts. ``kind``: "transient", "repeatable" or "unknown"."""
+    row = {"step": step, "stage": "arithmetic", "tensor": tensor, "kind": kind, "text": text, "outcome": outcome}
+    report.incident(row)
+    report.count("arithmetic", disagreements=1, recovered=int(outcome == "recovered"))
 
 
 class ProductVerdicts:
