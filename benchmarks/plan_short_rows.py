@@ -27,8 +27,8 @@ ALL_OPERATIONS = 10**8
 def compare(kind: str, length: int) -> list[str]:
     """A line for each case of a model's step."""
     from hf_rocm_tune.plan.estimate import Case, ShortRows, Step
-    from hf_rocm_tune.plan.fit import Recordings
     from hf_rocm_tune.plan.recorder import record
+    from hf_rocm_tune.plan.recordings import Recordings
 
     recordings = Recordings(default_config(kind), PlanRequest(length=length), "lora")
     sample = recordings.sample

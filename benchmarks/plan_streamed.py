@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from hf_rocm_tune.models.streamed import AUTO  # noqa: E402
 from hf_rocm_tune.plan import CardMemory, PlanRequest, card_memory, config_of, plan_for, public_model  # noqa: E402
 from hf_rocm_tune.plan.estimate import GIB, Estimate, Variant, estimate, fastest, host, missing  # noqa: E402
-from hf_rocm_tune.plan.fit import grid_of  # noqa: E402
+from hf_rocm_tune.plan.grid import grid_of  # noqa: E402
 
 MODELS = ("Qwen/Qwen2.5-32B", "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen3-30B-A3B")
 HOSTS = (32, 64, 128, 192)  # GiB

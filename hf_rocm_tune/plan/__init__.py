@@ -1,8 +1,8 @@
 """The planner: what a training job takes of a card, by the model's configuration, and the fastest settings that fit.
 
 Reading order: `request` (the question), `sample` and `recorder` (one step of the real architecture on the meta device),
-`estimate` (from recorded steps to a card's memory), `fit` (every case, the choice), `strategies` (several cards, and
-advice), and `command`. Only `sample` and `recorder` import torch.
+`recordings` (of every case), `estimate` (from recorded steps to a card's memory), `grid` (every case, estimated), `fit`
+(the choice), `strategies` (several cards, and advice), and `command`. Only `sample` and `recorder` import torch.
 """
 
 from hf_rocm_tune.plan.estimate import CONTEXT_BYTES, GIB, CardMemory, Estimate, describe, little_room, missing

@@ -30,7 +30,9 @@ from hf_rocm_tune.plan.estimate import (
     fastest,
     roomiest,
 )
-from hf_rocm_tune.plan.fit import Plan, Recordings, grid_of, plan_for
+from hf_rocm_tune.plan.fit import Plan, plan_for
+from hf_rocm_tune.plan.grid import grid_of
+from hf_rocm_tune.plan.recordings import Recordings
 
 #: Fields of a request that a step of one micro-batch does not depend on.
 _SAME_STEP = frozenset({"stream", "cards", "methods"})

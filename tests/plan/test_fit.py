@@ -14,7 +14,8 @@ from hf_rocm_tune.machine.survey import Machine, survey
 from hf_rocm_tune.plan import recorder
 from hf_rocm_tune.plan.command import command
 from hf_rocm_tune.plan.estimate import GIB, CardMemory, Case, ShortRows, Step, Weights, estimate, fastest
-from hf_rocm_tune.plan.fit import Plan, Recordings, _last_that_fits, plan_for
+from hf_rocm_tune.plan.fit import Plan, _last_that_fits, plan_for
+from hf_rocm_tune.plan.recordings import Recordings
 from hf_rocm_tune.plan.request import (
     PUBLIC_MODELS,
     PlanRequest,
