@@ -69,6 +69,34 @@ def build_llava(directory: Path, placeholder: str = "<image>") -> Path:
     return _save(config, processor, directory)
 
 
+def build_mllama(directory: Path) -> Path:
+    """Llama 3.2 Vision: its tokens look at those of a picture as a mask says that its processor makes."""
+    from transformers import MllamaConfig, MllamaImageProcessorPil, MllamaProcessor
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|image|>"]})
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    seen = {"image_size": 28, "patch_size": 14, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1]}
+    config = MllamaConfig(
+        vision_config=MllamaVisionConfig(
+            **size,
+            **seen,
+            attention_heads=4,
+            num_global_layers=1,
+            intermediate_layers_indices=[0],
+            vision_output_dim=128,
+        ),
+        text_config=MllamaTextConfig(**size, **heads, **ids, vocab_size=576, max_position_embeddings=256),
+        image_token_index=tokenizer.convert_tokens_to_ids("<|image|>"),
+    )
+    looking = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=1)
+    processor = MllamaProcessor(looking, tokenizer, chat_template=TEMPLATE.replace("<image>", "<|image|>"))
+    return _save(config, processor, directory)
+
+
 def build_paligemma(directory: Path) -> Path:
     """SigLIP on 28 x 28 pixels (4 patches), and a Gemma that reads a prompt in both directions."""
     from transformers import (

@@ -16,11 +16,16 @@ from hf_rocm_tune.data.formats import MASKED
 from hf_rocm_tune.data.loader import IN_ROW
 from hf_rocm_tune.data.pictures import PictureRows
 from hf_rocm_tune.data.sources import COLUMNS, TURNS
+from hf_rocm_tune.data.trl_calls import with_flat_pictures
 from hf_rocm_tune.errors import PictureError, UsageError
 
 if TYPE_CHECKING:
     from hf_rocm_tune.data.sources import Rows
 
+_PIXELS = ("pixel", "image_patches", "flattened_patches")
+"""How names of pixels begin in what processors make."""
+_LENGTHENED = frozenset({"input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"})
+"""What TRL makes of a prompt's and a completion's tokens together."""
 _IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 
@@ -95,6 +100,7 @@ class PictureCollator:
         self.max_length: int | None = stock.max_length
         changed: dict[str, Any] = {"max_length": None}
         self._suffix = takes_suffix(stock.processor)
+        changed["processor"] = with_flat_pictures(stock.processor)
         if self._suffix:
             changed["processor"] = _with_answers(stock.processor)
             if hasattr(stock, "completion_only_loss"):
@@ -102,6 +108,7 @@ class PictureCollator:
         self.stock = dataclasses.replace(stock, **changed)
         self._turns_only = turns_only
         self._stacking: bool | None = None  # not known yet
+        self._joins: bool | None = None  # likewise
         self.pictures = pictures
         self._placeholders = torch.tensor(sorted(placeholders), dtype=torch.int64)
         self._loss_on_placeholders = loss_on_placeholders
@@ -125,8 +132,8 @@ class PictureCollator:
         if self._suffix:
             opened = [self._as_completion(row) for row in opened]
         turns = [row.get("messages") for row in opened]  # TRL changes the rows
-        batch = self.stock(opened)
-        if seen and not any(name.startswith(("pixel", "image_patches")) for name in batch):
+        batch = self._joined(opened) if self._must_join(opened) else self.stock(opened)
+        if seen and not any(name.startswith(_PIXELS) for name in batch):
             raise PictureError("rows have pictures, and the model's processor made no pixels of them", kind="pixels")
         if "labels" in batch:
             for number, messages in enumerate(turns):
@@ -141,12 +148,59 @@ class PictureCollator:
             batch["labels"] = torch.tensor([row["labels"] for row in masked])
         return batch
 
+    def _must_join(self, opened: list[dict[str, Any]]) -> bool:
+        """Whether the processor makes more for each token than TRL lengthens by the completions (`_LENGTHENED`).
+
+        So do Llama 3.2 Vision's, Idefics' and Kosmos-2's, each a mask. Found out once, by the first row with pictures.
+        """
+        seen = [row for row in opened if row["images"]]
+        if self._suffix or not seen or "completion" not in seen[0] or not hasattr(self.stock, "completion_only_loss"):
+            return False
+        if self._joins is None:
+            short, long = (self._of_texts([text], [seen[0]]) for text in self._texts(seen[0]))
+            tokens = [made["input_ids"].shape[1] for made in (short, long)]
+            if tokens[0] == tokens[1]:  # of an empty completion
+                return False
+            names = {name for name, value in short.items() if torch.is_tensor(value) and value.ndim > 1}
+            by_token = {name for name in names if [short[name].shape[1], long[name].shape[1]] == tokens}
+            self._joins = not by_token <= _LENGTHENED
+        return self._joins
+
+    def _joined(self, opened: list[dict[str, Any]]) -> Any:
+        """The batch of prompts and completions, each row's a single text to the processor."""
+        texts = [self._texts(row) for row in opened]
+        batch = self._of_texts([whole for _, whole in texts], opened)
+        if self.stock.completion_only_loss:
+            prompts = self._of_texts([prompt for prompt, _ in texts], opened)
+            for number, ids in enumerate(prompts["input_ids"]):
+                length = int(prompts["attention_mask"][number].sum())
+                same = (ids[:length] == batch["input_ids"][number][:length]).long().cumprod(dim=0)
+                batch["labels"][number][: int(same.sum())] = MASKED
+        return batch
+
+    def _texts(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """A row's prompt, and with its completion, as TRL renders them."""
+        from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
+
+        shown = dict(row)
+        if is_conversational(shown):
+            shown["prompt"] = prepare_multimodal_messages(row["prompt"], images=row["images"])
+            shown["completion"] = prepare_multimodal_messages(row["completion"])
+            shown = apply_chat_template(shown, self.stock.processor)
+        return shown["prompt"], shown["prompt"] + shown["completion"]
+
+    def _of_texts(self, texts: list[str], opened: list[dict[str, Any]]) -> Any:
+        """TRL's batch of whole texts, all of whose tokens count in the loss."""
+        stock = dataclasses.replace(self.stock, completion_only_loss=False)
+        rows = zip(texts, opened, strict=True)
+        return stock([{stock.dataset_text_field: text, "images": list(row["images"])} for text, row in rows])
+
     def _stacks(self, several: dict[str, Any]) -> bool:
         """Whether pixels have an entry for each row, as SmolVLM's, and not for each picture; of a row with several."""
         if self._stacking is None:
             row = self._as_completion(several) if self._suffix else several
             batch = self.stock([row])
-            pixels = next(value for name, value in batch.items() if name.startswith(("pixel", "image_patches")))
+            pixels = next(value for name, value in batch.items() if name.startswith(_PIXELS))
             answers = 1 if len(batch["input_ids"]) == 1 else 2
             self._stacking = len(pixels) == answers
         return self._stacking
@@ -210,7 +264,7 @@ class PictureCollator:
             )
         step = getattr(self.stock, "pad_to_multiple_of", None)
         for name, value in list(batch.items()):
-            if torch.is_tensor(value) and value.ndim == 2 and value.shape == ids.shape:
+            if torch.is_tensor(value) and value.ndim > 1 and value.shape[:2] == ids.shape:
                 batch[name] = _padded(value[:, : self.max_length], name, step, self.stock)
         return batch
 
@@ -242,4 +296,4 @@ def _padded(value: Tensor, name: str, step: int | None, stock: Any) -> Tensor:
     if not missing:
         return value
     pad = {"input_ids": stock.processor.tokenizer.pad_token_id, "labels": MASKED}.get(name, 0)
-    return torch.nn.functional.pad(value, (0, missing), value=pad)
+    return torch.nn.functional.pad(value, (*(0, 0) * (value.ndim - 2), 0, missing), value=pad)

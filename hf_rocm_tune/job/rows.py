@@ -17,6 +17,7 @@ from hf_rocm_tune.data import masks, rendering
 from hf_rocm_tune.data.formats import RowFinding, as_trl, check_format, check_later, place_of, with_decoded_calls
 from hf_rocm_tune.data.sources import Splits, has_pictures, load_mixture, load_source
 from hf_rocm_tune.data.summary import DataSummary, of_pairs, of_trained
+from hf_rocm_tune.data.trl_calls import render_by_tokenizer
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.job import announce
 from hf_rocm_tune.models.factory import ModelSource, read_config, stop_ids
@@ -37,7 +38,10 @@ _COUNTED = {"messages": "the assistant's answers", "prompt_completion": "complet
 def load_rows(
     arguments: Arguments, tokenizer: PreTrainedTokenizerBase, source: ModelSource, vocabulary: int | None
 ) -> Splits:
-    """The rows, checked, with the columns that the trainer reads; a change of columns is printed."""
+    """The rows, checked, with the columns that the trainer reads; a change of columns is printed.
+
+    ``tokenizer``: of rows of text, a processor without a chat template is given its tokenizer's.
+    """
     script, training = arguments.script, arguments.training
     seed = training.data_seed
     if seed is None:
@@ -68,6 +72,8 @@ def load_rows(
         from hf_rocm_tune.job import pictures  # not imported for rows of text
 
         loaded = pictures.undecoded(arguments, loaded, tokenizer)
+    else:
+        render_by_tokenizer(tokenizer)
     prepare = partial(_prepared, arguments, tokenizer, vocabulary, loaded.in_csv)
     train, train_findings, conversational = prepare(loaded.train, "train")
     findings = {"train": train_findings}

@@ -34,7 +34,7 @@ from hf_rocm_tune.data.formats import Method
 from hf_rocm_tune.data.rendering import lacking_tokens
 from hf_rocm_tune.data.sources import Splits, fault_of_stream
 from hf_rocm_tune.data.summary import lengths_of
-from hf_rocm_tune.data.text_alone import with_text_alone
+from hf_rocm_tune.data.trl_calls import as_trl_calls
 from hf_rocm_tune.errors import MemoryFaultError, PictureError, TuneError, UsageError
 from hf_rocm_tune.job import announce, preview, rows
 from hf_rocm_tune.job.fit import Choice, before_loading, check_recomputation, make_mover, streamed_layers
@@ -55,6 +55,7 @@ from hf_rocm_tune.lifecycle.watchdog import briefly
 from hf_rocm_tune.machine.process import check_world, several_machines
 from hf_rocm_tune.models import own_head, recompute
 from hf_rocm_tune.models.adapter import LearningRates, beside_experts, check_targets, kept_out, target_names
+from hf_rocm_tune.models.classes import architecture_of
 from hf_rocm_tune.models.factory import (
     ModelSource,
     attest_files,
@@ -187,7 +188,7 @@ def _without_weights(arguments: Arguments, flag: str) -> Any:
     telemetry.quieten_bars()
     with redirect_stdout(sys.stderr):
         source, config = _source(arguments)
-        tokenizer = _tokenizer(arguments, source)
+        tokenizer = _tokenizer(arguments, source, config)
         check(arguments, config)
         check_router_loss(arguments, config)
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)
@@ -440,7 +441,7 @@ def _prepare(
     injected = (Crashes().text, StepFaultSpec.from_environment())
     if any(injected):
         say(f"crashes and faults in steps are injected on request: {', '.join(str(spec) for spec in injected if spec)}")
-    tokenizer = _tokenizer(arguments, source)
+    tokenizer = _tokenizer(arguments, source, config)
     # an adapter may have added tokens to the vocabulary
     known = None if tune.adapter_name_or_path else getattr(config.get_text_config(), "vocab_size", None)
     open_pictures(tune.sample_images or (), tokenizer)  # a bad one is refused before the model is loaded
@@ -499,7 +500,7 @@ def _source(arguments: Arguments) -> tuple[ModelSource, Any]:
     return source, config
 
 
-def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizerBase:
+def _tokenizer(arguments: Arguments, source: ModelSource, config: Any) -> PreTrainedTokenizerBase:
     """The tokenizer or processor; TRL is not told of a chat template by name, which the tokenizer then has."""
     training = arguments.training
     path = getattr(training, "chat_template_path", None)
@@ -511,7 +512,7 @@ def _tokenizer(arguments: Arguments, source: ModelSource) -> PreTrainedTokenizer
             # TRL adds tokens with a template that it takes from a tokenizer, and trains their embeddings
             training.chat_template_path = tokens_for(tokenizer.chat_template, lacking, end)
             announce.say(f"tokens that the chat template needs are added and trained: {', '.join(lacking)}")
-    readable: PreTrainedTokenizerBase = with_text_alone(tokenizer)
+    readable: PreTrainedTokenizerBase = as_trl_calls(tokenizer, architecture_of(config))
     return readable
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -688,6 +689,56 @@ def test_a_model_that_reads_its_prompt_in_both_directions_does_not_see_what_it_l
         *settings[:-2], *flags(output_dir=tmp_path / "no", dataset_name=pictures.write_jsonl(data, rows))
     )
     assert refused.code == 2 and "row 4 of the 'train' split: it has no picture" in refused.stderr, refused.stderr
+
+
+def _of_prompts(folder: Path, placeholder: str) -> dict[str, list[dict[str, Any]]]:
+    """Prompts and completions about pictures: of messages, and of text with a placeholder."""
+
+    def beside(n: int) -> dict[str, Any]:
+        return {"images": [str(folder / f"{n}.png")]}
+
+    return {
+        "messages": columns(
+            lambda n: beside(n) | {"prompt": pictures.turns(n)[:1], "completion": pictures.turns(n)[1:]}
+        ),
+        "text": columns(
+            lambda n: beside(n) | {"prompt": f"{placeholder}{pictures.question(n)} ", "completion": pictures.answer(n)}
+        ),
+    }
+
+
+@pytest.mark.parametrize("layout", ["messages", "text"])
+def test_what_a_processor_makes_for_each_token_is_made_for_those_of_the_completion_too(
+    server: CommandServer, base_flags: list[str], folder: Path, tmp_path: Path, layout: str
+) -> None:
+    """Llama 3.2 Vision's mask of what tokens look at: TRL's ends with the prompt, so that no step was possible."""
+    model = pictures.build_mllama(tmp_path / "mllama")
+    if layout == "text":
+        (model / "chat_template.jinja").unlink()
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", _of_prompts(folder, "<|image|>")[layout])
+    settings = [*base_flags, *flags(model_name_or_path=model, dataset_name=data, output_dir=tmp_path / "out")]
+    counted, others = _texts(server.run(*settings, "--dry_run", "json"))
+    assert pictures.answer(0) in counted and "<|image|>" in others and pictures.question(0) in others
+    assert "?" not in counted
+    done(server.run(*settings, "--max_length", "44"))  # cuts a few
+
+
+def test_pictures_are_given_in_one_list_to_a_processor_that_takes_no_lists_of_rows(
+    train: Train, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    """GOT-OCR 2's."""
+    from transformers import AutoTokenizer, GotOcr2ImageProcessorPil, GotOcr2Processor
+
+    other = shutil.copytree(model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<img>", "</img>", "<imgpad>"]})
+    template = pictures.TEMPLATE.replace("<image>", "<img><imgpad></img>")
+    processor = GotOcr2Processor(GotOcr2ImageProcessorPil(), tokenizer, chat_template=template)
+    processor.save_pretrained(other)
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", layouts(folder)["trl"])
+    more = ["--max_length", "400", "--model_name_or_path", str(other)]
+    counted, others = _texts(train(data, "out", "--dry_run", "json", *more))
+    assert "<imgpad> x 256" in counted + others
 
 
 def test_answers_that_are_marked_good_or_bad_are_trained_with_their_pictures(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_rocm_tune.data.trl_calls import as_trl_calls
 from tests import pictures
 from tests.e2e.command import CommandServer
 from tests.e2e.conftest import ADAPTER, done, flags
@@ -35,7 +36,14 @@ def _refusing(directory: Path) -> Any:
     return Kosmos2_5Processor(Kosmos2_5ImageProcessorPil(), tokenizer, num_image_tokens=4)
 
 
-@pytest.fixture(params=[_flat, _refusing])
+def _joining(directory: Path) -> Any:
+    """One that takes several texts for one."""
+    from transformers import AutoTokenizer, IdeficsImageProcessorPil, IdeficsProcessor
+
+    return IdeficsProcessor(IdeficsImageProcessorPil(), AutoTokenizer.from_pretrained(directory))
+
+
+@pytest.fixture(params=[_flat, _refusing, _joining])
 def model(request: pytest.FixtureRequest, model_of: Callable[[str], Path], tmp_path: Path) -> Path:
     """Llama with such a processor."""
     directory = tmp_path / "model"
@@ -79,3 +87,19 @@ def test_rows_of_text_are_those_of_the_tokenizer(
     merged = tmp_path / "merged"
     done(server.run(str(tmp_path / "processor"), str(merged), env={"VERB": "merge"}))
     assert (merged / PROCESSOR).read_bytes() == (model / PROCESSOR).read_bytes()
+
+
+def test_the_kinds_of_tokens_are_given_to_a_model_that_takes_them(tmp_path: Path) -> None:
+    """Cosmos 3 Edge takes no picture without them, and its processor names them and gives them on request only."""
+    from transformers import AutoProcessor, Cosmos3EdgeForConditionalGeneration, LlavaForConditionalGeneration
+
+    processor = AutoProcessor.from_pretrained(pictures.build_llava(tmp_path / "llava"))
+    assert as_trl_calls(processor, Cosmos3EdgeForConditionalGeneration) is processor
+    kind = type(processor)
+    names = property(lambda self: [*kind.model_input_names.fget(self), "mm_token_type_ids"])
+    processor.__class__ = type(kind.__name__, (kind,), {"model_input_names": names})
+    given = as_trl_calls(processor, Cosmos3EdgeForConditionalGeneration)(
+        text=["<image>a"], images=[[pictures.picture(0)]]
+    )
+    assert sum(given["mm_token_type_ids"][0]) == pictures.TOKENS
+    assert as_trl_calls(processor, LlavaForConditionalGeneration) is processor
