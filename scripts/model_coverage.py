@@ -64,7 +64,7 @@ REASONS = {
     "qwen4_exp_text": "planned: its indexer loops over each token of each row",
     "rwkv": "planned: it loops over each token",
     "pi0": "it gives movements of a robot, no text",
-    "shieldgemma2": "transformers lists it with Gemma 3's class, which does not find its tensors: they are a classifier's",
+    "shieldgemma2": "transformers lists it with Gemma 3's class, which does not find its tensors: a classifier's",
     "blt": "its patches follow from the content of a row",
     "gemma4_assistant": "it drafts for another model, whose keys and values it reads",
     "gemma4_unified_assistant": "it drafts for another model, whose keys and values it reads",
