@@ -15,8 +15,9 @@ import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from hf_rocm_tune.publish.leftovers import Leftovers, add_leftovers, leftovers_o
 from hf_rocm_tune.survive import manifest, saved_state
 from hf_rocm_tune.survive.atomic import clean_leftovers, staged_directory
 from hf_rocm_tune.survive.manifest import FileEntry
-from hf_rocm_tune.survive.saved_adapter import NAME, WEIGHTS_FILE, Adapter, attach, base_of, open_adapter
+from hf_rocm_tune.survive.saved_adapter import NAME, WEIGHTS_FILE, Adapter, Base, attach, base_of, open_adapter
 from hf_rocm_tune.transfer import FaultSpec, Mover, TransferSettings
 
 if TYPE_CHECKING:
@@ -64,26 +65,33 @@ def merge(
 ) -> Path:
     """Merge an adapter into its base; gives the directory of the merged model.
 
-    ``base_name`` is None for the base that the adapter names, ``dtype`` for that of each weight of the base. Wrong
-    input is a ``UsageError``, a tensor that was loaded or read back wrong a ``CorruptionError``.
+    Args:
+        adapter_name: a directory, or an id on the Hub.
+        out: the directory to write; it may not exist, or must be empty.
+        base_name: None: the base that the adapter names.
+        dtype: name of the dtype to store; None: that of each weight of the base.
+        max_shard_size: of a weight file, as of ``save_pretrained``.
+        trust_remote_code: run the base's own code.
+        say: is given each line for the user.
+
+    Raises:
+        UsageError: wrong input, or the result cannot be written.
+        CorruptionError: a tensor was loaded or read back wrong.
     """
     out = out.resolve()
-    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
-    if os.path.isdir(out.parent):
-        clean_leftovers(out.parent)
+    _require_empty(out)
     adapter = open_adapter(adapter_name)
     say(adapter.described)
     base = base_of(adapter, base_name)
     directory = base.download()
     nbytes = _check_base(directory)
-    spill = nbytes + _SPARE_MEMORY > psutil.virtual_memory().available
+    exceeds_memory = nbytes + _SPARE_MEMORY > psutil.virtual_memory().available
     if adapter.trained_in_bits:
         say(
             f"it was trained on {adapter.trained_in_bits}-bit weights and is merged into the original ones: the result "
             "differs from the model in training by the quantisation error"
         )
-    if spill:
+    if exceeds_memory:
         say(f"the base takes {nbytes / 1e9:.3g} GB, more than is available in memory: it stands on disk meanwhile")
     source = ModelSource(
         name=str(directory),
@@ -92,48 +100,56 @@ def merge(
         init={"dtype": "auto"},
         packed=False,
     )
+    stored_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
     started = time.perf_counter()
-    try:
-        faults = FaultSpec.from_environment()
-        with Mover(torch.device("cpu"), settings=TransferSettings(), faults=faults) as mover:
-            check_source(source, mover.device)
-            with _spilled(out.parent) if spill else nullcontext():
-                model, _ = load_model(source, mover, on_host=spill)
-            records = attest_files(source, mover)
-            say(f"base {base.name}: {nbytes / 1e9:.3g} GB loaded, {_compared(source, records)}")
-            consists = base_files.record(mover.loaded)
-            leftovers = leftovers_of(directory, mover.loaded)
-            for line in leftovers.lines(reward=adapter.is_reward):
-                say(line)
-        merged, count, untied = _merged(model, adapter, getattr(torch, dtype) if dtype else None)
-        if untied:
+    with _errors_in_a_line(out):
+        loaded = _load_base(source, directory, disk=out.parent if exceeds_memory else None)
+        say(f"base {base.name}: {nbytes / 1e9:.3g} GB loaded, {_compared(source, loaded.records)}")
+        for line in loaded.leftovers.lines(reward=adapter.is_reward):
+            say(line)
+
+        merged, layers, lost_tie = _merged(loaded.model, adapter, stored_dtype)
+        if lost_tie:
             say("lm_head.weight is no longer tied: the adapter changed the two sides differently")
-        origin = {
-            "adapter_sha256": adapter.files.entries[WEIGHTS_FILE].sha256,
-            "method": adapter.method,
-            "trained_in_bits": adapter.trained_in_bits,
-            "base": base.hub_id or Path(base.name).name,  # no path is published
-            "base_files_not_attested": len(records.unknown),
-            "base_files": consists.to_json() if consists else None,
-        }
-        copied = None
-        if leftovers.tensors and not adapter.is_reward:
-            copied = leftovers
+
+        leftovers: Leftovers | None = None
+        if loaded.leftovers.tensors and not adapter.is_reward:
+            leftovers = loaded.leftovers
+        origin = _origin(adapter, base, loaded)
         with staged_directory(out) as staging:
             files = _small_files(directory, adapter, merged.config, trust_remote_code=trust_remote_code)
             files["README.md"] = merged_readme(base.hub_id, adapter.method, reward=adapter.is_reward).encode()
-            stored = _write(merged, staging, files, max_shard_size, adapter.written, origin, copied)
+            stored = _write(merged, staging, files, max_shard_size, adapter.written, origin, leftovers)
+    seconds = time.perf_counter() - started
+    say(
+        f"merged {layers} layers in float32, stored {stored / 1e9:.3g} GB in {seconds:.1f} s; "
+        "every file was read back and equals what was computed"
+    )
+    return out
+
+
+def _require_empty(out: Path) -> None:
+    """Refuse a directory that holds something; what a killed merge has left beside it is removed."""
+    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty: choose another directory, or remove it")
+    if os.path.isdir(out.parent):
+        clean_leftovers(out.parent)
+
+
+@contextmanager
+def _errors_in_a_line(out: Path) -> Iterator[None]:
+    """Within the block a disk that cannot be written, or is full, is one line."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:  # safetensors has the system's error in words only
         why = getattr(error, "strerror", None) or error
         raise UsageError(
             f"{out} cannot be written: {why}; nothing is left there: free some space, or name a directory that can be "
             "written"
         ) from error
-    say(
-        f"merged {count} layers in float32, stored {stored / 1e9:.3g} GB in {time.perf_counter() - started:.1f} s; "
-        "every file was read back and equals what was computed"
-    )
-    return out
+
+
+# ---- the base -------------------------------------------------------------------------------------------------------
 
 
 def _check_base(directory: Path) -> int:
@@ -155,6 +171,32 @@ def _compared(source: ModelSource, records: FileRecords) -> str:
     if is_pickled(source):
         return "from pickles (pytorch_model.bin), by torch and without the code in them; not compared with the files"
     return f"every tensor as in its file; attested {records.attested}, not attested {len(records.unknown)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoadedBase:
+    model: PreTrainedModel
+    records: FileRecords  # of its weight files, by a second reading
+    files: base_files.BaseRecord | None  # what they consist of, for who checks the result
+    leftovers: Leftovers  # their tensors that have no place in the model
+
+
+def _load_base(source: ModelSource, directory: Path, *, disk: Path | None) -> _LoadedBase:
+    """The base on the host, verified. ``disk``: the directory whose disk holds its weights; None: memory does."""
+    faults = FaultSpec.from_environment()
+    with Mover(torch.device("cpu"), settings=TransferSettings(), faults=faults) as mover:
+        check_source(source, mover.device)
+        if disk is None:
+            model, _ = load_model(source, mover)
+        else:
+            with _spilled(disk):
+                model, _ = load_model(source, mover, on_host=True)
+        return _LoadedBase(
+            model=model,
+            records=attest_files(source, mover),
+            files=base_files.record(mover.loaded),
+            leftovers=leftovers_of(directory, mover.loaded),
+        )
 
 
 # ---- in memory ------------------------------------------------------------------------------------------------------
@@ -265,45 +307,67 @@ def _tie_again(model: PreTrainedModel) -> bool:
 # ---- what is written ------------------------------------------------------------------------------------------------
 
 
+def _origin(adapter: Adapter, base: Base, loaded: _LoadedBase) -> dict[str, Any]:
+    """What the manifest says of the adapter and of the base."""
+    base_record = None
+    if loaded.files is not None:
+        base_record = loaded.files.to_json()
+    return {
+        "adapter_sha256": adapter.files.entries[WEIGHTS_FILE].sha256,
+        "method": adapter.method,
+        "trained_in_bits": adapter.trained_in_bits,
+        "base": base.hub_id or Path(base.name).name,  # no path is published
+        "base_files_not_attested": len(loaded.records.unknown),
+        "base_files": base_record,
+    }
+
+
 def _write(
     model: PreTrainedModel,
     staging: Path,
-    texts: Mapping[str, bytes],
+    small_files: Mapping[str, bytes],
     max_shard_size: int | str,
     trained: manifest.Manifest | None,
     origin: Mapping[str, Any],
-    copied: Leftovers | None,
+    leftovers: Leftovers | None,
 ) -> int:
-    """Write and seal the merged model: bytes of its tensors. Every entry of the manifest is of compared bytes."""
+    """Write the merged model, read it back, and seal it. Returns the bytes of its tensors.
+
+    Args:
+        model: the merged model.
+        staging: an empty directory.
+        small_files: what lies beside the weights, by name.
+        max_shard_size: of a weight file.
+        trained: the adapter's manifest; None: it has none.
+        origin: of the adapter and the base, for the manifest.
+        leftovers: tensors of the base's files that are copied as they are.
+    """
     model.generation_config = GenerationConfig()  # the base's own file follows, as it is
     model.save_pretrained(staging, max_shard_size=max_shard_size)
-    if copied is not None:
-        add_leftovers(staging, copied)
-    read_back = saved_state.compare_model(staging, model, copied=copied.tensors if copied else None)
-    wrong: list[str] = []
-    digests: dict[str, str] = {}  # by file and tensor, "FILE:TENSOR"
-    entries: dict[str, FileEntry] = {}
-    for file, compared in read_back.items():
-        wrong += compared.differing
-        digests |= compared.digests
-        if compared.entry is not None:
-            entries[file] = compared.entry
-
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
     nbytes = sum(storages.values())
-    if copied is not None:
-        nbytes += copied.nbytes
-    written = {**texts, "config.json": model.config.to_json_string(use_diff=True).encode()}
-    if len(read_back) > 1:
-        weight_map = {}
-        for label in sorted(digests):
-            file, _, tensor = label.partition(":")
-            weight_map[tensor] = file
-        index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
-        written[_INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
-    if GENERATION_FILE not in texts:
+    copied: Mapping[str, Tensor] | None = None
+    if leftovers is not None:
+        add_leftovers(staging, leftovers)
+        copied = leftovers.tensors
+        nbytes += leftovers.nbytes
+
+    differing: list[str] = []
+    digests: dict[str, str] = {}  # of the tensors, by "FILE:TENSOR"
+    entries: dict[str, FileEntry] = {}  # each is of bytes that were compared
+    readbacks = saved_state.compare_model(staging, model, copied=copied)
+    for file, readback in readbacks.items():
+        differing += readback.differing
+        digests |= readback.digests
+        if readback.entry is not None:
+            entries[file] = readback.entry
+
+    contents = {**small_files, "config.json": model.config.to_json_string(use_diff=True).encode()}
+    if len(readbacks) > 1:
+        contents[_INDEX_FILE] = _index(digests, nbytes)
+    if GENERATION_FILE not in small_files:
         (staging / GENERATION_FILE).unlink(missing_ok=True)
-    for name, content in written.items():
+    for name, content in contents.items():
         (staging / name).write_bytes(content)
         entries[name] = FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
@@ -317,13 +381,23 @@ def _write(
         tensors=digests,
         extra={"merged": origin},
     )
-    wrong += map(str, manifest.verify(staging))
-    if wrong:
+    differing += map(str, manifest.verify(staging))
+    if differing:
         raise CorruptionError(
-            f"the merged model was read back wrong: {wrong[0]} differs from what was written ({len(wrong)} in all). "
-            "Nothing was kept: check the disk and the memory, then start the same command again"
+            f"the merged model was read back wrong: {differing[0]} differs from what was written ({len(differing)} in "
+            "all). Nothing was kept: check the disk and the memory, then start the same command again"
         )
     return nbytes
+
+
+def _index(labels: Iterable[str], nbytes: int) -> bytes:
+    """``model.safetensors.index.json``, by the tensors' labels "FILE:TENSOR"."""
+    weight_map = {}
+    for label in sorted(labels):
+        file, _, tensor = label.partition(":")
+        weight_map[tensor] = file
+    index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2) + "\n").encode()
 
 
 def _tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
