@@ -164,78 +164,74 @@ class VerifiedTransferMixin(_Base):
         upstream.check_all()
         upstream.check_overrides(type(self))
         step_faults = StepFaultSpec.from_environment()
-        positional = next((argument for argument in arguments if isinstance(argument, TrainingArguments)), None)
-        args = keywords.get("args", positional)
+        args = keywords.get("args")
+        if args is None:
+            args = next((argument for argument in arguments if isinstance(argument, TrainingArguments)), None)
         self.mover = mover or new_mover(args, transfer_settings)
         self.transfer_report: TransferReport = self.mover.report
         self.settings = settings = with_keywords(settings or TrainerSettings(), keywords)
         self._services = services = with_keywords(services or JobServices(), keywords)
         self.run_id = settings.run_id
         self.skip_steps = frozenset(settings.skip_steps)
-        self.stop_requests = StopRequests()
-        self.strategy = strategy or strategy_of(args, self.mover)
         self.recompute_layers = settings.recompute_layers
+        self.strategy = strategy or strategy_of(args, self.mover)
         self.loss_context = self._fit_upstream(args, settings.one_pass_loss)
+        self._create_parts(settings, services)
+
+        # Upstream's constructor loads a model that is given by name, and makes the adapter.
+        own_args = own_arguments(args)
+        if "args" in keywords:
+            keywords["args"] = own_args
+        arguments = tuple(own_args if argument is args else argument for argument in arguments)
+        model = keywords.get("model", next(iter(arguments), None))
+        peft_config = keywords.get("peft_config")
+        self._handed_over = _modules_in(keywords.values())
+        digests = self._digests_before(model, peft_config)
+        with self._loading(model):
+            super().__init__(*arguments, **keywords)
+
+        self._given_scheduler = self.lr_scheduler  # None: upstream makes the one that the arguments name
+        self.strategy.connect(self, one_by_one=step_faults is not None)
+        self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own_args, "filters_losses", False))
+        self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
+        self._place_verified(is_loaded_here=isinstance(model, str), digests_before=digests, peft_config=peft_config)
+        self._watch_weights(settings)
+        self._add_callbacks(services.telemetry)
+
+    # ---- while the trainer is built -------------------------------------------------------------------------
+
+    def _create_parts(self, settings: TrainerSettings, services: JobServices) -> None:
+        """What the trainer owns and that needs no model yet, and its own state."""
+        self.stop_requests = StopRequests()
+        self._interrupts = InterruptCallback(self.stop_requests)
+        self._heartbeat = Heartbeat(listener=services.listener)
+        self._crashes = Crashes()
         self._checkpoints = Checkpoints(self, services.publisher)
         self._result_writer = services.write_result or partial(write_report, self)
-        self._crashes = Crashes()
-        self._heartbeat = Heartbeat(listener=services.listener)
-        self._guard = TrainingGuard(self, max_skipped=settings.max_skipped_steps)
+
+        # Batches.
+        self._training_prefetch = Prefetch(self.mover, settings.prefetch_batches)
+        self._verified_loaders: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()  # by upstream's loader
+        self._recovery = OutOfMemoryRecovery(self)
+
+        # The checks of a step.
         checks_arithmetic = settings.check_arithmetic != "off"
+        self._guard = TrainingGuard(self, max_skipped=settings.max_skipped_steps)
         self._arithmetic = ArithmeticChecks(settings.check_arithmetic, self.mover)
         self._attention = AttentionChecks(self, on=checks_arithmetic)
         self._replays = Replays(self, self._arithmetic, on=checks_arithmetic)
         self._updates = UpdateChecks(self.mover.report, on=checks_arithmetic)
         self._host_layers = HostLayers(self, self._arithmetic, mode=settings.check_arithmetic)
         self._adapter_settings: AdapterSettings | None = None  # of a training
-        self._keeping_checkpointing = 0  # micro-batches that are in their loss now: several in a pipeline
-        self._num_items: Any = None  # label tokens of the current step
-        self._generation: ExitStack | None = None  # while GRPO makes its batch
-        self._norm: Any = None  # of the gradients of this step, once they are clipped
-        self._watches_training = False
-        self._tr_loss: Tensor
-        self._interrupts = InterruptCallback(self.stop_requests)
-        self._training_prefetch = Prefetch(self.mover, settings.prefetch_batches)
-        self._verified_loaders: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()  # by upstream's loader
-        self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
-        self._recovery = OutOfMemoryRecovery(self)
-        own = own_arguments(args)
-        if "args" in keywords:
-            keywords["args"] = own
-        arguments = tuple(own if argument is args else argument for argument in arguments)
-        given = keywords.get("model", next(iter(arguments), None))
-        self._handed_over = _modules_in(keywords.values())
-        before = self._digests_before(given, keywords.get("peft_config"))
-        with self._loading(given):
-            super().__init__(*arguments, **keywords)
-        self._given_scheduler = self.lr_scheduler  # None: upstream makes the one that the arguments name
-        self.strategy.connect(self, one_by_one=step_faults is not None)
-        self._metrics_queue = DeferredMetrics(self, filters_losses=getattr(own, "filters_losses", False))
-        self.step_faults = StepFaults(step_faults, rank=self.args.process_index, report=self.transfer_report)
-        mark_rewritten(self.model, before, self.mover)
-        mark_computed(self.model, self.mover)
-        if isinstance(given, str):
-            quantised = getattr(self.model, "hf_quantizer", None) is not None  # PEFT casts its norms to float32
-            as_loaded = not quantised and not rewrites_base(keywords.get("peft_config"))
-            record_file_digests(self.model, (), self.mover, as_loaded=as_loaded)
-        share_inputs(self.model)
-        require_isolation(self.model, self.args)
-        self._place(self.model)
-        if isinstance(given, str):
-            mark_computed_in_load(self.model, self.mover)
-        if before and settings.plain_lora:
-            self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))
-        self.streamer = streamer_of(self.model)
-        if self.streamer is not None:
-            self.streamer.require_frozen()
-        references = [] if getattr(self.args, "sync_ref_model", False) else self._references
-        excuse = is_foreign(type(self))
-        self._sentinel = SentinelCallback(
-            self.model, self.mover, every=settings.sentinel_every, excuse_writes=excuse, references=references
-        )
-        self._add_callbacks(services.telemetry)
 
-    # ---- while the trainer is built -------------------------------------------------------------------------
+        # The state of a step.
+        self._num_items: Any = None  # label tokens
+        self._norm: Any = None  # of the gradients, once they are clipped
+        self._keeping_checkpointing = 0  # micro-batches that are in their loss now: several in a pipeline
+        self._generation: ExitStack | None = None  # while GRPO makes its batch
+        self._tr_loss: Tensor
+        self._watches_training = False  # model, optimizer and scheduler of a training are made
+        self._references: list[nn.Module] = []  # models that are only evaluated, as DPO's reference
 
     def _fit_upstream(self, args: Any, one_pass_loss: bool) -> Callable[[], AbstractContextManager[None]]:
         """Fit TRL's loss and its weights for vLLM to this run; returns the context in which a loss is computed."""
@@ -266,6 +262,41 @@ class VerifiedTransferMixin(_Base):
             return {}
         attest(model, self.mover)
         return digests_before(model, self.mover) if rewrites_base(peft_config) else {}
+
+    def _place_verified(self, *, is_loaded_here: bool, digests_before: Mapping[str, Digest], peft_config: Any) -> None:
+        """Have all of the model on its device, and known where each tensor came from.
+
+        Args:
+            is_loaded_here: upstream's constructor has loaded the model.
+            digests_before: of a given model's weights before the adapter was made; empty: that changes none.
+            peft_config: of the adapter; None: it was there before, or there is none.
+        """
+        mark_rewritten(self.model, digests_before, self.mover)
+        mark_computed(self.model, self.mover)
+        if is_loaded_here:
+            is_quantised = getattr(self.model, "hf_quantizer", None) is not None  # PEFT casts its norms to float32
+            as_loaded = not is_quantised and not rewrites_base(peft_config)
+            record_file_digests(self.model, (), self.mover, as_loaded=as_loaded)
+        share_inputs(self.model)
+        require_isolation(self.model, self.args)
+        self._place(self.model)
+        if is_loaded_here:
+            mark_computed_in_load(self.model, self.mover)
+        if digests_before and self.settings.plain_lora:
+            self._checkpoints.start = HostCopy(adapter_on_host(self.model, self.mover, None))
+
+    def _watch_weights(self, settings: TrainerSettings) -> None:
+        """From here on changes of weights that no update explains are found."""
+        self.streamer = streamer_of(self.model)
+        if self.streamer is not None:
+            self.streamer.require_frozen()
+        references = self._references
+        if getattr(self.args, "sync_ref_model", False):  # the trained weights are copied into it
+            references = []
+        excuse = is_foreign(type(self))
+        self._sentinel = SentinelCallback(
+            self.model, self.mover, every=settings.sentinel_every, excuse_writes=excuse, references=references
+        )
 
     def _add_callbacks(self, telemetry: Telemetry | None) -> None:
         for callback in (
