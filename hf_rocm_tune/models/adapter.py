@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_rocm_tune import upstream
 from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.experts import experts_of, routers_of
+from hf_rocm_tune.models.own_head import output_head
 from hf_rocm_tune.models.quantised import linear_in_name_only
 
 if TYPE_CHECKING:
@@ -91,8 +92,10 @@ def beside_experts(model: nn.Module, targets: str | Iterable[str] | None) -> str
     if targets != ALL_LINEAR:
         return targets
     kinds = kept_out(model)
-    # PEFT adapts experts for "all-linear" where they are parameters, too, and not only linear layers
-    if not kinds and not _has_experts(model):
+    # PEFT adapts experts for "all-linear" where they are parameters, too, and not only linear layers; and the output
+    # head where a model does not name it itself
+    names_head = getattr(model, "get_output_embeddings", lambda: None)() is output_head(model)
+    if not kinds and not _has_experts(model) and names_head:
         return targets
     kept: set[str] = set()
     for names in kinds.values():
@@ -159,7 +162,7 @@ _READ_BY_KERNELS = ("out_proj", "x_proj", "dt_proj")
 
 def adaptable(model: nn.Module) -> list[str]:
     """Names of the linear layers that can have adapters, the most frequent first; not of the output head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = output_head(model)
     counts: Counter[str] = Counter()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and module is not head:

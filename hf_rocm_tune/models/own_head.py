@@ -34,6 +34,16 @@ def why_own_head(model: Any) -> str:
     return f"{listed(left_out)} would be left out"
 
 
+def output_head(model: nn.Module) -> Any:
+    """The layer that makes a model's logits: the one that it names or, where it names none, that of its language model
+    (Nemotron H Omni); None: it has none."""
+    for part in model.modules():
+        head = getattr(part, "get_output_embeddings", lambda: None)()
+        if head is not None:
+            return head
+    return None
+
+
 def use_own_head(model: nn.Module) -> None:
     """Makes a model that TRL has given its fused loss compute this loss from its own logits, at temperature 1."""
     stock: Any = model.forward

@@ -34,7 +34,7 @@ from hf_rocm_tune.models.experts import (
     weights_of,
 )
 from hf_rocm_tune.models.incomplete import describe
-from hf_rocm_tune.models.own_head import why_own_head
+from hf_rocm_tune.models.own_head import output_head, why_own_head
 from hf_rocm_tune.models.quantised import cast_targets, checkpoint_bits, has_mxfp4
 from hf_rocm_tune.models.split import find_layers
 from hf_rocm_tune.models.streaming import is_streamed
@@ -56,7 +56,7 @@ class Sample:
 
     @property
     def vocabulary(self) -> int:
-        return int(self.base.get_output_embeddings().weight.shape[0])
+        return int(output_head(self.base).weight.shape[0])
 
     @property
     def is_one_layer(self) -> bool:
@@ -111,7 +111,7 @@ class Sample:
     def _checksums(self, owners: Mapping[int, int]) -> Iterator[Weight]:
         """What the checks of products with frozen weights hold on the card: three float32 a row, a column and a layer,
         and three for each number of them (``train/arithmetic/``)."""
-        head = self.base.get_output_embeddings()
+        head = output_head(self.base)
         widths: set[int] = set()  # the numbers of rows and columns
         for module in self.model.modules():
             if not isinstance(module, nn.Linear | Conv1D):
@@ -262,7 +262,7 @@ def _meta_model(config: Any, dtype: torch.dtype, request: PlanRequest) -> Any:
                 model.tie_weights()  # part of the initialisation, which is skipped because it takes seconds
     except (*FOREIGN_ERRORS, OSError) as error:  # OSError: a file of the model's own code is missing
         raise UsageError(f"{name} cannot be planned: {describe(config, error)}") from error
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = output_head(model)
     has_head = getattr(head, "weight", None) is not None
     is_causal = hasattr(model, "prepare_inputs_for_generation")  # PEFT's measure; a masked language model has none
     if getattr(config, "is_encoder_decoder", False) or not has_head or not is_causal:
@@ -372,7 +372,7 @@ def _attach(base: Any, request: PlanRequest) -> nn.Module:
         others = " ".join(name for name in known if name not in refused)
         what = f"{', '.join(refused)} of {type(base).__name__}"
         raise UsageError(f"PEFT does not adapt {what}: give --targets {others}") from error
-    if hasattr(base.get_output_embeddings(), "lora_A"):
+    if hasattr(output_head(base), "lora_A"):
         raise UsageError("an adapter on the output head is never trained, TRL's loss reads its weight: leave it out")
     return model
 

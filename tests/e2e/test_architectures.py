@@ -171,6 +171,16 @@ def test_a_name_that_layers_of_other_kinds_have_as_well_is_adapted_by_its_paths(
     assert "fits" in done(server.run(*words, "--json", env={"VERB": "plan"})).stdout
 
 
+def test_an_output_head_that_only_the_language_model_names_has_no_adapter_and_is_planned(
+    server: CommandServer, tmp_path: Path
+) -> None:
+    """Nemotron H Omni's, on which PEFT would put one."""
+    architecture = small_versions.model_types("image-text")["nemotron_h_omni"]
+    small_versions.small_config("nemotron_h_omni", architecture, {}).save_pretrained(tmp_path)
+    words = flags(model=tmp_path, gpu="rx7900xt", seq=64, method="lora")
+    assert "fits" in done(server.run(*words, "--json", env={"VERB": "plan"})).stdout
+
+
 def test_an_adapter_whose_tensors_are_called_like_those_of_the_files_is_resumed_from_and_merged(
     server: CommandServer, messages: Path, tmp_path: Path
 ) -> None:
