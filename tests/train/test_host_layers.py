@@ -250,6 +250,15 @@ def test_experts_are_chosen_as_on_the_device_and_a_wrong_choice_is_found(tmp_pat
 # ---- the bound --------------------------------------------------------------------------------------------------
 
 
+def test_the_error_names_what_ended_the_run_not_what_was_right_when_it_was_repeated(tmp_path: Any, make: Make) -> None:
+    trainer = make(model=tiny.build("qwen3_moe", tmp_path), lora={"target_modules": ["q_proj"]}, max_steps=40)
+    wrong_once = Wrong("aten::topk", 1.5, last=1)
+    with wrong_once, Wrong("aten::rsqrt", 1.05), pytest.raises(CorruptionError, match="computed again on the host"):
+        trainer.train()
+    outcomes = [incident["outcome"] for incident in trainer.transfer_report.to_dict()["incidents"]]
+    assert outcomes == ["recovered", "stopped"]
+
+
 def test_random_rounding_moves_a_result_as_its_dtype_does() -> None:
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     right = x.softmax(-1) @ x
