@@ -236,7 +236,9 @@ def _counted(collator: PictureCollator, example: dict[str, Any], tally: _Tally) 
     limit = collator.max_length or ids.shape[1]
     placeholders = collator.is_placeholder(ids) & mask
     count = int(placeholders[0].sum())
-    if count > tally.largest_batch[0]:
+    # the first of all, where a model's configuration names no placeholder: Kosmos-2
+    is_first = bool(example["images"]) and not tally.largest_batch[1]
+    if count > tally.largest_batch[0] or is_first:
         tally.largest_batch = count, described(batch)
     return (
         int(mask.sum()),
@@ -251,7 +253,8 @@ def _counted(collator: PictureCollator, example: dict[str, Any], tally: _Tally) 
 def described(batch: Mapping[str, Any]) -> tuple[Any, ...]:
     """The tensors of pictures of a batch, for the planner: name, shape, dtype, and the values of integers.
 
-    A shape of None: an entry for each token. A list of tensors, of pictures of several sizes, is given as one.
+    A shape of None: an entry for each token; one that begins with -1: what follows for each token. A list of tensors,
+    of pictures of several sizes, is given as one.
     """
     ids = batch["input_ids"]
     tensors: list[Any] = []
@@ -266,6 +269,8 @@ def described(batch: Mapping[str, Any]) -> tuple[Any, ...]:
         dtype = str(value.dtype).removeprefix("torch.")
         if value.shape == ids.shape:
             tensors.append((name, None, dtype, None))
+        elif value.shape[:2] == ids.shape:
+            tensors.append((name, (-1, *value.shape[2:]), dtype, None))
         else:
             values = None if value.is_floating_point() else value.tolist()
             tensors.append((name, tuple(value.shape), dtype, values))

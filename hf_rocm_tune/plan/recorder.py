@@ -186,6 +186,8 @@ def _pictures(sample: Sample, shape: tuple[int, int]) -> dict[str, Any]:
         dtype = getattr(torch, dtype_name)
         if of_row is None:  # an entry for each token
             tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+        elif of_row[0] < 0:  # more for each token
+            tensors[name] = torch.empty((*shape, *of_row[1:]), dtype=dtype, device="meta")
         elif values is None:
             tensors[name] = torch.empty((rows * of_row[0], *of_row[1:]), dtype=dtype, device="meta")
         else:

@@ -117,8 +117,8 @@ class PlanRequest:
         None, "--max_pixels", "make larger pictures of the rows smaller, to so many pixels", least=1
     )
     image_folder: str | None = _flag(None, "--image_folder", "where relative paths of pictures in the rows are")
-    # tensors of the pictures of the largest row, or pair: name, shape (None: an entry for each token), dtype, and the
-    # values of integers; empty: text only
+    # tensors of the pictures of the largest row, or pair: name, shape (None: an entry for each token; -1 first: what
+    # follows for each token), dtype, and the values of integers; empty: text only
     pictures: tuple[tuple[str, tuple[int, ...] | None, str, Any], ...] = ()
     placeholders: int = 0  # tokens of pictures in a sequence of that row
     platform: str = "hip"  # whose kernels count: ``hip``, ``cuda`` or ``cpu``

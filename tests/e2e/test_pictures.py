@@ -721,6 +721,9 @@ def test_what_a_processor_makes_for_each_token_is_made_for_those_of_the_completi
     assert pictures.answer(0) in counted and "<|image|>" in others and pictures.question(0) in others
     assert "?" not in counted
     done(server.run(*settings, "--max_length", "44"))  # cuts a few
+    asked = ["--model", str(model), "--dataset", str(data), "--method", "lora", "--json"]
+    plan = json.loads(done(server.run(*asked, env={"VERB": "plan"})).stdout)
+    assert not any("pictures cannot be counted" in note for note in plan["notes"])
 
 
 def test_pictures_are_given_in_one_list_to_a_processor_that_takes_no_lists_of_rows(
