@@ -51,7 +51,6 @@ REASONS = {
     **dict.fromkeys(
         ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"), _TWO_PARTS
     ),
-    "blip": "PEFT 0.21 hands inputs_embeds=None to each model, and transformers' BLIP passes it on twice",
     "diffusion_gemma": "it fills blocks by diffusion: no causal language model",
     "evolla": "it reads proteins, which TRL's collator does not give",
     "git": "it puts a picture's states before the text's, so that TRL's loss has more states than labels",

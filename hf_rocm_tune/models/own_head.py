@@ -8,6 +8,7 @@ that names no backbone it gets none. Here the model's own forward computes all l
 from __future__ import annotations
 
 import functools
+import inspect
 from types import MethodType
 from typing import Any
 
@@ -47,11 +48,14 @@ def output_head(model: nn.Module) -> Any:
 def use_own_head(model: nn.Module) -> None:
     """Makes a model that TRL has given its fused loss compute this loss from its own logits, at temperature 1."""
     stock: Any = model.forward
+    takes_embeddings = "inputs_embeds" in inspect.signature(type(model).forward).parameters
 
     @functools.wraps(type(model).forward)
     def forward(
         self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, shift_labels: Any = None, **more: Any
     ) -> Any:
+        if not takes_embeddings and more.get("inputs_embeds") is None:
+            more.pop("inputs_embeds", None)  # PEFT hands on that there are none, and BLIP would hand it on twice
         if not fused_lm_head:
             if labels is not None:
                 more["labels"] = labels

@@ -15,7 +15,7 @@ from PIL import Image
 
 from hf_rocm_tune.publish.commands import talk
 from hf_rocm_tune.publish.generate import Settings, loaded_model
-from tests import pictures
+from tests import pictures, tiny
 from tests.e2e.command import CommandServer, Result
 from tests.e2e.conftest import ADAPTER, done, flags, losses_of, report_of
 
@@ -724,6 +724,29 @@ def test_what_a_processor_makes_for_each_token_is_made_for_those_of_the_completi
     asked = ["--model", str(model), "--dataset", str(data), "--method", "lora", "--json"]
     plan = json.loads(done(server.run(*asked, env={"VERB": "plan"})).stdout)
     assert not any("pictures cannot be counted" in note for note in plan["notes"])
+
+
+def test_a_model_that_takes_no_embeddings_is_not_told_that_there_are_none(
+    server: CommandServer, base_flags: list[str], folder: Path, tmp_path: Path
+) -> None:
+    """PEFT hands on that ``inputs_embeds`` is None, which BLIP hands on beside its own."""
+    from transformers import BlipConfig, BlipForConditionalGeneration, BlipImageProcessorPil, BlipProcessor
+
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokenizer = tiny.build_tokenizer()
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    text = {**size, **ids, "sep_token_id": tokenizer.eos_token_id, "vocab_size": 512, "encoder_hidden_size": 64}
+    config = BlipConfig(vision_config={**size, "image_size": 28, "patch_size": 14}, text_config=text)
+    tokenizer.chat_template = None
+    BlipForConditionalGeneration(config).save_pretrained(tmp_path / "blip")
+    looking = BlipImageProcessorPil(size={"height": 28, "width": 28})
+    BlipProcessor(looking, tokenizer).save_pretrained(tmp_path / "blip")
+    data = pictures.write_jsonl(tmp_path / "data" / "rows.jsonl", _of_prompts(folder, "")["text"])
+    settings = flags(model_name_or_path=tmp_path / "blip", dataset_name=data, output_dir=tmp_path / "out")
+    refused = server.run(*base_flags, *settings)
+    assert refused.code == 2 and "give --gradient_checkpointing false" in refused.stderr, refused.stderr[-2000:]
+    trained = flags(output_dir=tmp_path / "again", gradient_checkpointing="false")
+    done(server.run(*base_flags, *settings, *trained))
 
 
 def test_pictures_are_given_in_one_list_to_a_processor_that_takes_no_lists_of_rows(
