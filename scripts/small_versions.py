@@ -70,6 +70,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
         ".audio_token_offset": 624,
         ".audio_config.codebook_size": 64,
     },
+    "aya_vision": {".vision_config.num_attention_heads": 8},
     "aria": {".vision_config.image_size": 490, ".vision_config.patch_size": 14},
     "blt": {".encoder_hash_byte_group_vocab": 512},
     "codegen": {".n_head": 4},

@@ -101,7 +101,10 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
 
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _OF_DEVICE = re.compile(r"\b(HIP|CUDA|out of memory)\b")
-_OF_PRECISION = re.compile(r"expected scalar type Float but found BFloat16|the same dtype, but got.*\bBFloat16")
+_OF_PRECISION = re.compile(
+    r"expected scalar type Float but found BFloat16|the same dtype, but got.*\bBFloat16"
+    r"|Input type \((float|torch\.FloatTensor)\) and (weight|bias) type \(.*BFloat16.*\) should be the same"
+)
 _HELPS = re.compile(r"torch\b|transformers\.(configuration_utils|utils|integrations|modeling_\w+)\b")
 _CODE_OF_MODELS = ("transformers.models.", "transformers_modules.", "timm.", "trl.kernels.")
 

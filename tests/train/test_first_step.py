@@ -32,6 +32,12 @@ def train(trainer: Any, error: Exception, module: str, step: int) -> None:
         (RuntimeError(WRITES), "transformers_modules.theirs", 0, "give --gradient_checkpointing false"),
         (RuntimeError("expected scalar type Float but found BFloat16"), CODE, 0, "give --bf16 true"),
         (
+            RuntimeError("Input type (float) and bias type (c10::BFloat16) should be the same"),
+            CODE,
+            0,
+            "give --bf16 true",
+        ),
+        (
             RuntimeError("m1 and m2 to have the same dtype, but got: float != c10::BFloat16"),
             CODE,
             0,
