@@ -14,7 +14,7 @@ from hf_rocm_tune.errors import UsageError
 from hf_rocm_tune.models.streamed import AUTO, FLAG
 from hf_rocm_tune.plan.estimate import CardMemory, Case, Estimate, Variant, estimate
 from hf_rocm_tune.plan.recordings import Recordings
-from hf_rocm_tune.plan.request import PlanRequest
+from hf_rocm_tune.plan.request import EmbeddingsWrittenError, PlanRequest
 
 
 def case_of(request: PlanRequest, micro_batch: int, length: int) -> Case:
@@ -49,7 +49,12 @@ def grid_of(
     settings = _checkpointing_settings(recordings, request)
     if request.recompute is not None:
         return _with_mix(recordings, card, cases, request.recompute)
-    grid = _without_streaming(recordings, card, request, cases, settings, all_sizes=all_sizes)
+    try:
+        grid = _without_streaming(recordings, card, request, cases, settings, all_sizes=all_sizes)
+    except EmbeddingsWrittenError:
+        recordings.can_checkpoint = False
+        settings = _checkpointing_settings(recordings, request)
+        grid = _without_streaming(recordings, card, request, cases, settings, all_sizes=all_sizes)
     if not request.stream:
         return grid
     some_case_fits = any(option.fits for option in grid)

@@ -27,7 +27,7 @@ from hf_rocm_tune.models import recompute
 from hf_rocm_tune.models.experts import CHECKED_AT_ONCE, experts_of, is_packed
 from hf_rocm_tune.models.incomplete import describe
 from hf_rocm_tune.plan.estimate import WORK, Case, Tape, TapeSegment
-from hf_rocm_tune.plan.request import PlanRequest, quiet
+from hf_rocm_tune.plan.request import EmbeddingsWrittenError, PlanRequest, quiet
 from hf_rocm_tune.plan.sample import Sample
 
 aten = torch.ops.aten
@@ -104,6 +104,8 @@ def record(sample: Sample, case: Case, batch: int, length: int, *, most: int | N
     except FOREIGN_ERRORS as error:
         name = type(sample.base).__name__
         why = describe(sample.base.config, error)
+        if case.checkpointing and "a leaf Variable that requires grad" in str(error):
+            raise EmbeddingsWrittenError(f"{name} cannot be planned with recomputation ({why})") from error
         fix = ""
         if not request.pictures and "vision" in " ".join(sample.base.config.sub_configs):
             fix = "; some models need pictures: give --dataset with rows that have some"

@@ -53,13 +53,21 @@ class Recordings:
     @property
     def notes(self) -> tuple[str, ...]:
         """For the reader of the plan."""
-        if not self.short_rows:
-            return self.sample.notes
-        note = f"its code loops over tokens: memory is that of as many tokens in rows of up to {self.short_rows}"
-        return (*self.sample.notes, note)
+        notes = list(self.sample.notes)
+        if self.sample.base.supports_gradient_checkpointing and not self.can_checkpoint:
+            notes.append(
+                "its code writes into the embeddings' output, as recomputation forbids: train it with "
+                "--gradient_checkpointing false"
+            )
+        if self.short_rows:
+            notes.append(
+                f"its code loops over tokens: memory is that of as many tokens in rows of up to {self.short_rows}"
+            )
+        return tuple(notes)
 
     @cached_property
     def can_checkpoint(self) -> bool:
+        """Whether activations can be recomputed; set to False where a recording finds that they cannot."""
         return bool(self.sample.base.supports_gradient_checkpointing)
 
     @cached_property

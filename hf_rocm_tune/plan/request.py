@@ -51,6 +51,10 @@ def _on_or_off(word: str) -> bool:
     return known[word.lower()]
 
 
+class EmbeddingsWrittenError(UsageError):
+    """A model writes into its embeddings' output, which must not be where activations are recomputed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A request to the planner; invalid values are named in a UsageError."""

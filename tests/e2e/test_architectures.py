@@ -181,6 +181,17 @@ def test_an_output_head_that_only_the_language_model_names_has_no_adapter_and_is
     assert "fits" in done(server.run(*words, "--json", env={"VERB": "plan"})).stdout
 
 
+def test_a_model_that_writes_into_its_embeddings_is_planned_without_recomputation(
+    server: CommandServer, tmp_path: Path
+) -> None:
+    """GIT, as it is trained: `plan` names the flag that its refused training names."""
+    small_versions.small_config("git", "GitForCausalLM", {}).save_pretrained(tmp_path)
+    words = flags(model=tmp_path, gpu="rx7900xt", seq=64, method="lora")
+    assert "--gradient_checkpointing false" in done(server.run(*words, env={"VERB": "plan"})).stdout
+    refused = server.run(*words, "--checkpointing", "true", env={"VERB": "plan"})
+    assert refused.code == 2 and "does not support checkpointing: leave it off" in refused.stderr
+
+
 def test_an_adapter_whose_tensors_are_called_like_those_of_the_files_is_resumed_from_and_merged(
     server: CommandServer, messages: Path, tmp_path: Path
 ) -> None:
