@@ -92,6 +92,8 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
             )
         elif _OF_PRECISION.search(what) and not (trainer.args.bf16 or trainer.args.fp16):  # XLNet in 4 bits
             fix = ": it multiplies bfloat16 with float32: give --bf16 true, which computes such products in bfloat16"
+        elif chunk := _OF_LENGTH.search(what):  # Reformer
+            fix = f": give --pad_to_multiple_of {chunk[1]}"
         whose = "TRL's loss" if module.startswith("trl.") else "its own code"
         raise UsageError(
             f"{_name_of(trainer.model)} cannot be trained with these settings: {whose} fails in the first step "
@@ -105,6 +107,7 @@ _OF_PRECISION = re.compile(
     r"expected scalar type Float but found BFloat16|the same dtype, but got.*\bBFloat16"
     r"|Input type \((float|torch\.FloatTensor)\) and (weight|bias) type \(.*BFloat16.*\) should be the same"
 )
+_OF_LENGTH = re.compile(r"sequence length \d+ has to be a multiple of \D*(\d+)")
 _HELPS = re.compile(r"torch\b|transformers\.(configuration_utils|utils|integrations|modeling_\w+)\b")
 _CODE_OF_MODELS = ("transformers.models.", "transformers_modules.", "timm.", "trl.kernels.")
 

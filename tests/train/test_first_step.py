@@ -43,6 +43,14 @@ def train(trainer: Any, error: Exception, module: str, step: int) -> None:
             0,
             "give --bf16 true",
         ),
+        (
+            ValueError(
+                "If training, sequence length 96 has to be a multiple of least common multiple chunk_length 64."
+            ),
+            CODE,
+            0,
+            "give --pad_to_multiple_of 64",
+        ),
         (RuntimeError("The size of tensor a (5) must match"), "trl.kernels.chunked_logprob", 0, "TRL's loss fails"),
         (
             RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn"),
