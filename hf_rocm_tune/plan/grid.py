@@ -51,7 +51,7 @@ def grid_of(
         return _with_mix(recordings, card, cases, request.recompute)
     try:
         grid = _without_streaming(recordings, card, request, cases, settings, all_sizes=all_sizes)
-    except EmbeddingsWrittenError:
+    except EmbeddingsWrittenError:  # only a recording with checkpointing shows it: such a model is planned without
         recordings.can_checkpoint = False
         settings = _checkpointing_settings(recordings, request)
         grid = _without_streaming(recordings, card, request, cases, settings, all_sizes=all_sizes)

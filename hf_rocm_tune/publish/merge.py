@@ -102,24 +102,33 @@ def merge(
     )
     stored_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
     started = time.perf_counter()
-    with _errors_in_a_line(out):
-        loaded = _load_base(source, directory, disk=out.parent if exceeds_memory else None)
-        say(f"base {base.name}: {nbytes / 1e9:.3g} GB loaded, {_compared(source, loaded.records)}")
-        for line in loaded.leftovers.lines(reward=adapter.is_reward):
-            say(line)
+    loaded = _load_base(source, directory, disk=out.parent if exceeds_memory else None)
+    say(f"base {base.name}: {nbytes / 1e9:.3g} GB loaded, {_what_was_compared(source, loaded.records)}")
+    for line in loaded.leftovers.lines(reward=adapter.is_reward):
+        say(line)
 
-        merged, layers, lost_tie = _merged(loaded.model, adapter, stored_dtype)
-        if lost_tie:
-            say("lm_head.weight is no longer tied: the adapter changed the two sides differently")
+    merged, layers, lost_tie = _merged(loaded.model, adapter, stored_dtype)
+    if lost_tie:
+        say("lm_head.weight is no longer tied: the adapter changed the two sides differently")
 
-        leftovers: Leftovers | None = None
-        if loaded.leftovers.tensors and not adapter.is_reward:
-            leftovers = loaded.leftovers
-        origin = _origin(adapter, base, loaded)
+    leftovers: Leftovers | None = None
+    if loaded.leftovers.tensors and not adapter.is_reward:  # a reward model has no use for a language model's head
+        leftovers = loaded.leftovers
+    try:
         with staged_directory(out) as staging:
             files = _small_files(directory, adapter, merged.config, trust_remote_code=trust_remote_code)
             files["README.md"] = merged_readme(base.hub_id, adapter.method, reward=adapter.is_reward).encode()
-            stored = _write(merged, staging, files, max_shard_size, adapter.written, origin, leftovers)
+            stored = _write(
+                merged,
+                staging,
+                small_files=files,
+                max_shard_size=max_shard_size,
+                trained=adapter.written,
+                origin=_origin(adapter, base, loaded),
+                leftovers=leftovers,
+            )
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(out, error) from error
     seconds = time.perf_counter() - started
     say(
         f"merged {layers} layers in float32, stored {stored / 1e9:.3g} GB in {seconds:.1f} s; "
@@ -136,17 +145,13 @@ def _require_empty(out: Path) -> None:
         clean_leftovers(out.parent)
 
 
-@contextmanager
-def _errors_in_a_line(out: Path) -> Iterator[None]:
-    """Within the block a disk that cannot be written, or is full, is one line."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:  # safetensors has the system's error in words only
-        why = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"{out} cannot be written: {why}; nothing is left there: free some space, or name a directory that can be "
-            "written"
-        ) from error
+def _unwritable(path: Path, error: Exception) -> UsageError:
+    """One line for a disk that is full or cannot be written. safetensors has the system's error in words only."""
+    why = getattr(error, "strerror", None) or error
+    return UsageError(
+        f"{path} cannot be written: {why}; nothing is left there: free some space, or name a directory that can be "
+        "written"
+    )
 
 
 # ---- the base -------------------------------------------------------------------------------------------------------
@@ -166,7 +171,7 @@ def _check_base(directory: Path) -> int:
     )
 
 
-def _compared(source: ModelSource, records: FileRecords) -> str:
+def _what_was_compared(source: ModelSource, records: FileRecords) -> str:
     """What is known of the base's bytes, for the user."""
     if is_pickled(source):
         return "from pickles (pytorch_model.bin), by torch and without the code in them; not compared with the files"
@@ -205,16 +210,22 @@ def _load_base(source: ModelSource, directory: Path, *, disk: Path | None) -> _L
 @contextmanager
 def _spilled(directory: Path) -> Iterator[None]:
     """Within the block every weight that is loaded is mapped to a file of its own that has no name."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
 
     def patched(stock: Callable[..., None]) -> Callable[..., None]:
         def set_weight(model: PreTrainedModel, target_name: str, param_value: Any, *rest: Any, **more: Any) -> None:
             stock(model, target_name, param_value, *rest, **more)
             value = model.get_parameter_or_buffer(target_name)
             if value.nbytes:
-                with tempfile.NamedTemporaryFile(dir=directory, prefix="_merge-") as file:
-                    os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a full disk must not end in a SIGBUS
-                    mapped = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype)
+                try:
+                    with tempfile.NamedTemporaryFile(dir=directory, prefix="_merge-") as file:
+                        os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a full disk must not end in a SIGBUS
+                        mapped = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype)
+                except OSError as error:
+                    raise _unwritable(directory, error) from error
                 value.data = mapped.view(value.shape).copy_(value.data)  # device: both are on the host
 
         return set_weight
@@ -325,6 +336,7 @@ def _origin(adapter: Adapter, base: Base, loaded: _LoadedBase) -> dict[str, Any]
 def _write(
     model: PreTrainedModel,
     staging: Path,
+    *,
     small_files: Mapping[str, bytes],
     max_shard_size: int | str,
     trained: manifest.Manifest | None,

@@ -92,33 +92,47 @@ def compare_model(
     plain: Mapping[str, Tensor] | None = None,
     copied: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Readback]:
-    """Compare the safetensors files in ``directory`` with the live adapters of a PEFT model, or with a full model.
+    """Compare the safetensors files in ``directory`` with the adapters of a PEFT model, or else with a full model.
 
-    ``copied``: tensors of a full model's files that are not the model's, by their names there.
+    Args:
+        directory: with the files as they were written.
+        model: its tensors are what the files should hold.
+        trained: the model's whole state dict, where the model itself holds shards of it; None: the model holds it.
+        plain: what an adapter's file should hold, by the names in it; None: what the model's adapter is.
+        copied: tensors that a full model's files hold beside the model's own, by their names in them.
+
+    Returns:
+        By the name of each file what its comparison gave.
     """
+    if not hasattr(model, "peft_config"):
+        return _compare_full_model(directory, model, copied or {})
     readbacks = {}
-    if hasattr(model, "peft_config"):
-        for adapter in cast("PeftModel", model).peft_config:
-            live: Mapping[str, Tensor]
-            if plain is None:
-                live, required = _live_adapter(model, adapter, trained)
-            else:
-                live, required = plain, set(plain)
-            file = adapter_file(adapter)
-            readbacks[file] = _compare_tensors(directory, file, live, required)
-        return readbacks
+    for adapter in cast("PeftModel", model).peft_config:
+        tensors: Mapping[str, Tensor]
+        if plain is None:
+            tensors, required = _live_adapter(model, adapter, trained)
+        else:
+            tensors, required = plain, set(plain)
+        file = adapter_file(adapter)
+        readbacks[file] = _compare_tensors(directory, file, tensors, required)
+    return readbacks
+
+
+def _compare_full_model(directory: Path, model: nn.Module, copied: Mapping[str, Tensor]) -> dict[str, Readback]:
     files = sorted(path.name for path in directory.glob("*.safetensors"))
-    stored: set[str] = set()
-    for file in files:
-        with suppress(SafetensorError, OSError), safe_open(directory / file, framework="pt", device="cpu") as opened:
-            stored |= set(opened.keys())  # without them the comparison reports it
-    beside = dict(copied or {})
-    live, required = _live_model(model, stored - beside.keys())
-    live = {**live, **beside}
-    required = required | (beside.keys() - stored)
     if not files:
         return {"model.safetensors": Readback(differing=["no .safetensors file was written"])}
-    return {file: _compare_tensors(directory, file, live, required) for file in files}
+    names: set[str] = set()  # of the tensors in all files
+    for file in files:
+        # a file that cannot be opened is reported where it is compared
+        with suppress(SafetensorError, OSError), safe_open(directory / file, framework="pt", device="cpu") as opened:
+            names.update(opened.keys())
+    tensors, missing = _live_model(model, names - copied.keys())
+    tensors.update(copied)
+    for name in copied:
+        if name not in names:
+            missing.add(name)
+    return {file: _compare_tensors(directory, file, tensors, missing) for file in files}
 
 
 def _live_adapter(
@@ -167,8 +181,11 @@ class HostCopy:
 
 
 def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], set[str]]:
-    """Live tensors by their names in the files, and the names that must be there; a tied weight is stored once."""
-    live = model.state_dict()
+    """The model's tensors by their names in files that store these names, and the names that no file has.
+
+    A tied weight is stored once, and then not missing under its other name.
+    """
+    live = dict(model.state_dict())
     if not stored <= live.keys():
         from transformers.core_model_loading import revert_weight_conversion
 

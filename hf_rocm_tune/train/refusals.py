@@ -86,14 +86,15 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
             raise
         what = " ".join(str(error).split())
         fix = ""
+        of_length = _OF_LENGTH.search(what)
         if "a leaf Variable that requires grad" in what and recompute.is_chosen(trainer.args):
             fix = (
                 ": it writes into the embeddings' output, as recomputation forbids: give --gradient_checkpointing false"
             )
         elif _OF_PRECISION.search(what) and not (trainer.args.bf16 or trainer.args.fp16):  # XLNet in 4 bits
             fix = ": it multiplies bfloat16 with float32: give --bf16 true, which computes such products in bfloat16"
-        elif chunk := _OF_LENGTH.search(what):  # Reformer
-            fix = f": give --pad_to_multiple_of {chunk[1]}"
+        elif of_length is not None:  # Reformer
+            fix = f": give --pad_to_multiple_of {of_length[1]}"
         whose = "TRL's loss" if module.startswith("trl.") else "its own code"
         raise UsageError(
             f"{_name_of(trainer.model)} cannot be trained with these settings: {whose} fails in the first step "

@@ -124,30 +124,43 @@ class Mover:
         dtype: torch.dtype | None = None,
         transient: bool = False,
     ) -> Tensor:
-        """Send one host tensor, of any dense dtype, shape and strides, and wait until it is verified.
+        """Send one host tensor to the device, and wait until it is verified.
 
-        ``name``, ``stage`` (one of `STAGES`) and ``source``, the file it came from, are for incidents; a tensor whose
-        memory is that of a mapped safetensors file is tied to it without ``source``. ``dtype``: to cast it to, on the
-        device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit. ``transient``: memory of a
-        short-lived tensor is allocated without a wait for the caller's stream.
+        Args:
+            tensor: of any dense dtype, shape and strides.
+            name: for incidents.
+            stage: one of `STAGES`, for incidents.
+            source: the file that it came from. None: the mapped safetensors file whose memory it is, if it is.
+            dtype: to cast it to on the device; under ``verify="full"`` a sample must equal the CPU's cast bit for bit.
+            transient: memory of a short-lived tensor is allocated without a wait for the caller's stream.
 
-        Returns a new tensor on the device, contiguous, without gradient history, that owns its storage.
+        Returns:
+            A new tensor on the device, contiguous, without gradient history, that owns its storage.
+
+        Raises:
+            CorruptionError: no attempt brought the right bytes, or the device casts wrongly.
         """
         self._check_host(tensor, name)
         sent = dense(tensor)
-        where = InFile(source, name) if source is not None else in_file(tensor)
-        segment = Segment(name, sent, 0, where.file if where is not None else None)
+        origin = in_file(tensor)  # not of `sent`, which may be a copy
+        if source is not None:
+            origin = InFile(source, name)
+        file = None
+        if origin is not None:
+            file = origin.file
+        segment = Segment(name, sent, 0, file)
         transfer = self._new_transfer(stage, [segment], sent)
         buffer = self._backend.allocate(transfer.nbytes, long_lived=not transient)
         self._sender.send(transfer, buffer, self._verifier.route, attempt=0)
-        segment.digest = arrived = transfer.expected
+        expected = transfer.expected  # the digest of the bytes that `send` has read
+        segment.digest = expected
         self._finish(transfer, buffer)
         with ordinary():
             moved = typed_view(buffer, 0, sent.dtype, sent.shape)
         if transfer.verify:
-            self._registry.put(moved, Entry("transferred", digest=arrived))
-            if where is not None:
-                self.read_from(where.file, where.tensor, arrived)
+            self._registry.put(moved, Entry("transferred", digest=expected))
+            if origin is not None:
+                self.read_from(origin.file, origin.tensor, expected)
         else:
             self._registry.put(moved, self._not_verified())
         if dtype is None or dtype == sent.dtype:
