@@ -267,6 +267,7 @@ def render_pictures(loaded: Loaded, prompt: Prompt) -> dict[str, Tensor]:
     UsageError: the model reads no pictures, or a picture cannot be used.
     """
     from hf_rocm_tune.data.pictures import PictureRows
+    from hf_rocm_tune.data.trl_calls import as_trl_calls, with_flat_pictures
 
     processor = loaded.processor
     settings = loaded.settings
@@ -287,8 +288,12 @@ def render_pictures(loaded: Loaded, prompt: Prompt) -> dict[str, Tensor]:
         if settings.system:
             messages.insert(0, {"role": "system", "content": [{"type": "text", "text": settings.system}]})
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    base = loaded.model
+    if hasattr(base, "peft_config"):
+        base = base.get_base_model()
     try:
-        made = processor(images=[row["images"]], text=[text], return_tensors="pt", add_special_tokens=False)
+        calls = with_flat_pictures(as_trl_calls(processor, type(base)))  # as in training
+        made = calls(images=[row["images"]], text=[text], return_tensors="pt", add_special_tokens=False)
     except (*FOREIGN_ERRORS, StopIteration) as error:
         raise UsageError(f"the processor of {loaded.base} refuses the pictures: {first_line(error)}") from error
     return {name: value for name, value in made.items() if torch.is_tensor(value)}

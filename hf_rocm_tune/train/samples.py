@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
+from hf_rocm_tune.data.trl_calls import with_flat_pictures
 from hf_rocm_tune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -112,5 +113,5 @@ def _inputs(processor: Any, tokenizer: Any, prompt: str, image: str | None) -> d
         given = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         return {name: given[name] for name in ("input_ids", "attention_mask")}
     images = [open_pictures([image], processor)]
-    made = processor(images=images, text=[text], return_tensors="pt", add_special_tokens=False)
+    made = with_flat_pictures(processor)(images=images, text=[text], return_tensors="pt", add_special_tokens=False)
     return {name: value for name, value in made.items() if torch.is_tensor(value)}
