@@ -322,6 +322,8 @@ def _shown(processor: Any, tokenizer: Any, fields: Mapping[str, Any]) -> str:
 def _number(name: str, tokenizer: Any, processor: Any) -> int | None:
     names = {name, name.replace("image_", "img_"), {"boi": "boi", "eoi": "eoi"}.get(name, name)}
     owners = (processor, tokenizer) if name in ("image", "video") else (tokenizer, processor)
+    if hasattr(tokenizer, "boi_token_id"):  # what Gemma 3's processor calls the picture's token begins one
+        owners = (tokenizer, processor)
     for owner in owners:
         for each in names:
             found = getattr(owner, f"{each}_token_id", None)
