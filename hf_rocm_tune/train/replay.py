@@ -1,11 +1,11 @@
 """Micro-batches that are computed twice: the same kernels give the same bits.
 
 What is no product with a frozen weight has no checksum (`arithmetic`), but can be computed again. At the third step
-after a start, and after every `EVERY` micro-batches, the first micro-batch of a step is computed once ahead of its real
-turn, and loss and gradients of both are compared by digest. Where they differ, the step is computed again until two
-results agree. If no two of `_RUNS` results agree but all lie close together, the kernels are not deterministic: from
-then on loss, norms and sums are compared within a tolerance, unless this training has given equal bits on this machine
-before (`KnownEqual`). Several ranks all compute one rank's micro-batch.
+after a start, and after every `EVERY` micro-batches, the first micro-batch of a step is computed once ahead of the
+training's own computation of it, and loss and gradients of both are compared by digest. Where they differ, the step is
+computed again until two results agree. If no two of `_RUNS` results agree but all lie close together, the kernels are
+not deterministic: from then on loss, norms and sums are compared within a tolerance, unless this training has given
+equal bits on this machine before (`KnownEqual`). Several ranks all compute one rank's micro-batch.
 
 Not found: a fault that one card repeats each time. Not replayed: what `Replays.prepare` lists, pipelines, and steps
 whose micro-batches are split.
@@ -83,8 +83,8 @@ class MicroBatchResult:
 class _State(Enum):
     """Of the replay in this step."""
 
-    NONE = auto()  # none is due, or it is over
-    RUN_AHEAD = auto()  # the micro-batch was computed ahead: its real turn is compared with that
+    SETTLED = auto()  # no replay is due, or two results agreed
+    COMPUTED_ONCE = auto()  # ahead of the training's own computation, which is compared with it
     DISAGREES = auto()  # no two results agree: the step is to be computed again
 
 
@@ -106,7 +106,7 @@ class Replays:
         self._begun_steps = 0
         self._replayed = 0  # micro-batches
         self._is_due = False  # in this step
-        self._state = _State.NONE
+        self._state = _State.SETTLED
         self._results: list[MicroBatchResult] = []  # of the micro-batch that is replayed in this step
         self._known: KnownEqual | None = None
         self._most_spread = _MOST_SPREAD  # between results of kernels that are not deterministic
@@ -148,11 +148,14 @@ class Replays:
         self._begun_steps += 1
         is_turn = self._begun_steps == FIRST_STEPS + 1 or step % self._steps_between == 0
         self._is_due = self.refusal is None and is_turn
-        self._state = _State.NONE
+        self._state = _State.SETTLED
         self._results = []
 
     def run_ahead(self, stock: Stock, model: nn.Module, inputs: Any, num_items: Any) -> None:
-        """Compute a step's first micro-batch once ahead of its real turn, where that is due; then collective."""
+        """Compute a step's first micro-batch ahead of the training's own computation of it, if a replay is due.
+
+        Collective in a step that has one.
+        """
         is_due = self._is_due
         self._is_due = False
         if not is_due or not isinstance(inputs, Mapping):
@@ -164,7 +167,7 @@ class Replays:
             inputs, num_items = self._from_one_rank(inputs, num_items)
 
         def run() -> MicroBatchResult | None:
-            """None: out of memory; the real turn will be, too, and makes its parts smaller."""
+            """None: out of memory; so will be the training's own computation, which makes its parts smaller."""
             if several:
                 set_seed(self._begun_steps)
             try:
@@ -185,7 +188,7 @@ class Replays:
             self._compare_ranks(first, run)
         elif first is not None:
             self._results = [first]
-            self._state = _State.RUN_AHEAD
+            self._state = _State.COMPUTED_ONCE
         trainer.transfer_report.count("arithmetic", replays=1)
 
     # ---- results are compared -----------------------------------------------------------------------------------
@@ -193,31 +196,35 @@ class Replays:
     def compare(self, model: nn.Module, loss: Tensor, *, again: bool = False) -> None:
         """Compare a step's first micro-batch, which has just been computed, with its earlier results in this step.
 
-        To be called after its real turn, and each time that the step is computed ``again``. Two results that agree are
-        right. If no two of `_RUNS` do, either the kernels add in another order each time, and the differences are
-        small, or something is faulty, and `judge` ends the run.
+        To be called after the training's own computation, and each time that the step is computed ``again``. Two
+        results that agree are right. If no two of `_RUNS` do, either the kernels add in another order each time, and
+        the differences are small, or something is faulty, and `judge` ends the run.
 
         Args:
             model: with the gradients of this micro-batch.
             loss: of this micro-batch, shape [].
-            again: this is not the real turn.
+            again: the whole step was computed again, because the first results disagreed.
         """
-        awaited = _State.DISAGREES if again else _State.RUN_AHEAD
+        awaited = _State.COMPUTED_ONCE
+        if again:
+            awaited = _State.DISAGREES
         if self._state is not awaited:
             return
         result = _result_of(model, loss)
         agrees = any(self._are_equal(result, earlier) for earlier in self._results)
         self._results.append(result)
         if agrees:
-            self._state = _State.NONE
+            self._state = _State.SETTLED
             self._set_deterministic()
             if again:
                 text = "the step was computed again, and equals an earlier one"
                 self._record(kind="transient", outcome="recovered", text=text)
-        elif len(self._results) == _RUNS and self._learn_tolerance([self._results]):
-            self._state = _State.NONE
-        else:
-            self._state = _State.DISAGREES
+            return
+        self._state = _State.DISAGREES
+        if len(self._results) == _RUNS:
+            are_close = self._learn_tolerance([self._results])
+            if are_close:
+                self._state = _State.SETTLED
 
     def _are_equal(self, result: MicroBatchResult, other: MicroBatchResult) -> bool:
         """Whether two results have the same bits; of kernels that are not deterministic: lie within the tolerance."""
