@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -48,27 +49,29 @@ PLANNED = 256  # tokens of a planned row, at most
 
 
 _TWO_PARTS = "an encoder and a decoder: TRL's SFTTrainer is for causal language models"
-#: By model type: why it is not trained, or not planned, where the reason is upstream's and was found out.
-REASONS = {
+#: By model type: why what transformers lists is no causal language model that reads texts, or texts and pictures.
+NO_LANGUAGE_MODEL = {
     **dict.fromkeys(
         ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"), _TWO_PARTS
     ),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model, whose keys and values it reads"
+    ),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes codes of sounds, no text"),
     "diffusion_gemma": "it fills blocks by diffusion: no causal language model",
     "evolla": "it reads proteins, which TRL's collator does not give",
-    "git": "it puts a picture's states before the text's, so that TRL's loss has more states than labels",
     "instructblipvideo": "it reads videos of four frames, no pictures",
-    "llama4": "transformers' forward fails: the outputs of its language model have no image_outputs",
-    "musicgen": "it writes codes of sounds, no text",
-    "musicgen_melody": "it writes codes of sounds, no text",
-    "fuyu": "its processor drops a row's first token, where Llama's tokenizer has one of its own",
-    "qwen4_exp": "planned: its indexer loops over each token of each row",
-    "qwen4_exp_text": "planned: its indexer loops over each token of each row",
-    "rwkv": "planned: it loops over each token",
     "pi0": "it gives movements of a robot, no text",
     "shieldgemma2": "transformers lists it with Gemma 3's class, which does not find its tensors: a classifier's",
+}
+#: By model type: why it is not trained, or not planned, where the reason is upstream's and was found out.
+REASONS = {
+    **NO_LANGUAGE_MODEL,
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "planned: its indexer loops over each token of each row"),
     "blt": "its patches follow from the content of a row",
-    "gemma4_assistant": "it drafts for another model, whose keys and values it reads",
-    "gemma4_unified_assistant": "it drafts for another model, whose keys and values it reads",
+    "fuyu": "its processor drops a row's first token, where Llama's tokenizer has one of its own",
+    "git": "it puts a picture's states before the text's, so that TRL's loss has more states than labels",
+    "llama4": "transformers' forward fails: the outputs of its language model have no image_outputs",
 }
 
 
@@ -219,6 +222,8 @@ def page(found: dict[str, Any]) -> str:
         " that the refusal of the bare command names.",
         "Where a reason stands before what was said, it was found out; else sizes of a small version may not fit each"
         " other.",
+        "Something else: an encoder with a decoder, a draft model, a model of sounds, videos, proteins or robots, a "
+        "classifier.",
         "No architecture is refused by name. GGUF files are not tried here: see [serving.md](serving.md). With "
         f"{versions}; timm and scipy were installed, which a few towers need.",
         "",
@@ -226,11 +231,11 @@ def page(found: dict[str, Any]) -> str:
         "|---|" + "---|" * (len(CELLS) + 1),
     ]
     for kind, title in KINDS.items():
-        rows = [row["cells"] for row in found[kind].values()]
-        shares = [_share([is_good(row[cell], cell) for row in rows if cell in row]) for cell in CELLS]
-        both = _share([all(is_good(row.get(cell, ""), cell) for cell in ("LoRA", "plan")) for row in rows])
         known = len(small_versions.model_types(kind))
-        lines.append(f"| {title.lower()}, of {known} | {' | '.join(shares)} | {both} |")
+        models = {name: row["cells"] for name, row in found[kind].items() if name not in NO_LANGUAGE_MODEL}
+        others = len(found[kind]) - len(models)
+        lines.append(f"| {title.lower()}, of {known} | {_shares(row['cells'] for row in found[kind].values())} |")
+        lines.append(f"| without {others} that are something else | {_shares(models.values())} |")
     for kind, title in KINDS.items():
         lines += ["", f"## {title}", "", f"| family | architecture | {' | '.join(CELLS)} |", "|---|---|" + "---|" * 5]
         reasons: dict[str, list[str]] = {}
@@ -248,6 +253,14 @@ def page(found: dict[str, Any]) -> str:
             lines += ["", "Why not:", ""]
             lines += [f"- {', '.join(cells)} of {_escaped(said)}" for said, cells in reasons.items()]
     return "\n".join(lines) + "\n"
+
+
+def _shares(rows: Iterable[dict[str, str]]) -> str:
+    """How many are good of each cell, and of LoRA and plan together: columns of a table."""
+    rows = list(rows)
+    shares = [_share([is_good(row[cell], cell) for row in rows if cell in row]) for cell in CELLS]
+    both = [all(is_good(row.get(cell, ""), cell) for cell in ("LoRA", "plan")) for row in rows]
+    return " | ".join([*shares, _share(both)])
 
 
 def _share(good: list[bool]) -> str:
