@@ -136,7 +136,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "instructblip": {"image_token_index": 600},
     "instructblipvideo": {"video_token_index": 600},
     "qwen2_5_omni_thinker": SENSES,
-    "qwen3_omni_moe_thinker": SENSES,
+    "qwen3_omni_moe_thinker": {**SENSES, ".text_config.num_attention_heads": 8},
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "hunyuan_vl_text": {"head_dim": 128},
