@@ -42,7 +42,7 @@ GOOD = {**dict.fromkeys(METHODS, "trained"), "plan": "planned", "merge": "merged
 KINDS = {"causal": "Language models", "image-text": "Models that read pictures"}
 #: What a refusal says that trains all the same: it is given, and the cell says so.
 _ADVICE = re.compile(
-    r"give (--(?:gradient_checkpointing false|router_aux_loss_coef 0|bf16 true|pad_to_multiple_of \d+))"
+    r"give (--(?:gradient_checkpointing false|router_aux_loss_coef 0|bf16 true|dtype float32|pad_to_multiple_of \d+))"
 )
 SECONDS = float(os.environ.get("COVERAGE_SECONDS", 90.0))  # of one command
 PLANNED = 256  # tokens of a planned row, at most

@@ -93,6 +93,8 @@ def first_step_as_usage_error(trainer: Trainer) -> Iterator[None]:
             )
         elif _OF_PRECISION.search(what) and not (trainer.args.bf16 or trainer.args.fp16):  # XLNet in 4 bits
             fix = ": it multiplies bfloat16 with float32: give --bf16 true, which computes such products in bfloat16"
+        elif "mixed dtype (CPU)" in what:  # Gemma 4 unified in 4 bits
+            fix = ": it normalises float32 by weights in bfloat16, which a CPU cannot: give --dtype float32"
         elif of_length is not None:  # Reformer
             fix = f": give --pad_to_multiple_of {of_length[1]}"
         whose = "TRL's loss" if module.startswith("trl.") else "its own code"
