@@ -110,6 +110,13 @@ def test_checks_of_sharded_weights_change_nothing(job: Job, way: str, tmp_path: 
     assert report_of(tmp_path / "every")["arithmetic"]["disagreements"] == 0
 
 
+def test_products_in_4_bits_that_autocast_computes_in_a_coarser_dtype_are_no_faults(job: Job, tmp_path: Path) -> None:
+    """bitsandbytes gives a result in the dtype of its input, and does not show that autocast has rounded it."""
+    job.done(tmp_path / "out", load_in_4bit=True, dtype="float32", bf16=True, max_steps=2)
+    counted = report_of(tmp_path / "out")["arithmetic"]
+    assert counted["disagreements"] == 0 < counted["checked"]
+
+
 CARDS: dict[str, tuple[dict[str, Any], int]] = {
     "one": ({"bf16": True}, 1),
     "split": ({"dtype": "float32", "bf16": False, "split_layers": "auto"}, 2),

@@ -135,8 +135,10 @@ class Product:
     def dtype_for(self, x: Tensor, y: Tensor) -> torch.dtype | None:
         """In which a call has computed; None where that is not what the checksum was made for."""
         if self.quantised:  # and rounded to the input's dtype, if that is a coarser one
-            computed = getattr(self.module, "compute_dtype", None) or x.dtype
-            return max(computed, y.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            dtypes = [getattr(self.module, "compute_dtype", None) or x.dtype, y.dtype]
+            if torch.is_autocast_enabled(x.device.type):  # bitsandbytes dequantises, and torch's product is cast
+                dtypes.append(torch.get_autocast_dtype(x.device.type))
+            return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         if y.dtype == self.dtype:
             return y.dtype
         return None
