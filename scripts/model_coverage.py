@@ -3,10 +3,11 @@
     python scripts/model_coverage.py --shard 1/8 [--kind causal] [--cells LoRA plan] [--only NAME ...] [--redo]
     python scripts/model_coverage.py --page
 
-Each is a small version of its own configuration (`small_versions.py`) with random weights, trained for two steps on the
-CPU by the real command, every byte verified; planned for a 20 GB card; and its adapter merged. What is refused or fails
-is kept with the first line that a user sees. Results are added to `benchmarks/results/`, and what is there already is
-not tried again without ``--redo``; ``--only`` shows whole lines of errors.
+Each is a small version of its own configuration (`small_versions.py`) with random weights, trained for two steps on
+the CPU by the real command, every byte verified; planned for a 20 GB card; and its adapter merged, and written as
+GGUF. What is refused or fails is kept with the first line that a user sees. Results are added to
+`benchmarks/results/`, and what is there already is not tried again without ``--redo``; ``--only`` shows whole lines of
+errors.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ PAGE = ROOT / "docs" / "models.md"
 _KEPT = ROOT / "benchmarks" / "results" / "2026-11-30-cpu-model-coverage.json"
 RESULTS = Path(os.environ.get("COVERAGE_RESULTS", _KEPT))
 METHODS = {"LoRA": [], "QLoRA": ["--load_in_4bit"], "all weights": ["--use_peft", "false"]}
-CELLS = (*METHODS, "plan", "merge")
-GOOD = {**dict.fromkeys(METHODS, "trained"), "plan": "planned", "merge": "merged"}
+CELLS = (*METHODS, "plan", "merge", "GGUF")
+GOOD = {**dict.fromkeys(METHODS, "trained"), "plan": "planned", "merge": "merged", "GGUF": "written"}
+_OF_ADAPTER = {"merge": [], "GGUF": ["--gguf", "f16"]}
 KINDS = {"causal": "Language models", "image-text": "Models that read pictures"}
 #: What a refusal says that trains all the same: it is given, and the cell says so.
 _ADVICE = re.compile(
@@ -177,9 +179,29 @@ def _cell(name: str, model: Path, place: Path, data: Path, server: Any) -> str:
     adapter = place / f"{model.name}-adapter"
     if not adapter.is_dir():
         return "no adapter"
-    done = _ended(server, [str(adapter), str(place / f"{model.name}-merged")], {"VERB": "merge"})
+    words = [str(adapter), str(place / f"{model.name}-merged"), *_OF_ADAPTER[name]]
+    if name == "GGUF":
+        words += ["--llama_cpp", str(_converter(place / "converter"))]
+    done = _ended(server, words, {"VERB": "merge"})
     shutil.rmtree(place / f"{model.name}-merged", ignore_errors=True)
     return _line(done) if done.code else GOOD[name]
+
+
+def _converter(folder: Path) -> Path:
+    """A folder with llama.cpp's converter, which is told that the small tokenizer splits text as GPT-2's does: it
+    knows tokenizers by a fingerprint of their vocabulary."""
+    known = shutil.which("convert_hf_to_gguf.py")
+    if known is None:
+        known = str(Path(sys.executable).parent / "convert_hf_to_gguf.py")
+    folder.mkdir(exist_ok=True)
+    lines = [
+        f"import sys; sys.path[0] = {str(Path(known).parent)!r}",
+        "import conversion.base, convert_hf_to_gguf",
+        "conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: 'gpt-2'",
+        "convert_hf_to_gguf.main()",
+    ]
+    (folder / "convert_hf_to_gguf.py").write_text("\n".join(lines), encoding="utf-8")
+    return folder
 
 
 def _ended(server: Any, words: list[str], env: dict[str, str]) -> Any:
@@ -224,8 +246,10 @@ def page(found: dict[str, Any]) -> str:
         " other.",
         "Something else: an encoder with a decoder, a draft model, a model of sounds, videos, proteins or robots, a "
         "classifier.",
-        "No architecture is refused by name. GGUF files are not tried here: see [serving.md](serving.md). With "
-        f"{versions}; timm and scipy were installed, which a few towers need.",
+        "*GGUF*: written in float16 by the converter of the package convert-hf-to-gguf, which is told that the small"
+        " tokenizer is GPT-2's, and read back; whether llama.cpp computes as transformers does: see"
+        " [serving.md](serving.md).",
+        f"No architecture is refused by name. With {versions}; timm and scipy were installed, which a few towers need.",
         "",
         f"| of those tried | {' | '.join(CELLS)} | LoRA and plan |",
         "|---|" + "---|" * (len(CELLS) + 1),
@@ -237,7 +261,8 @@ def page(found: dict[str, Any]) -> str:
         lines.append(f"| {title.lower()}, of {known} | {_shares(row['cells'] for row in found[kind].values())} |")
         lines.append(f"| without {others} that are something else | {_shares(models.values())} |")
     for kind, title in KINDS.items():
-        lines += ["", f"## {title}", "", f"| family | architecture | {' | '.join(CELLS)} |", "|---|---|" + "---|" * 5]
+        lines += ["", f"## {title}", "", f"| family | architecture | {' | '.join(CELLS)} |"]
+        lines.append("|---|---|" + "---|" * len(CELLS))
         reasons: dict[str, list[str]] = {}
         for name in sorted(found[kind], key=lambda each: (family(each), each)):
             row = found[kind][name]
@@ -292,7 +317,7 @@ def stored() -> dict[str, Any]:
 
 
 def store(found: dict[str, Any]) -> None:
-    names = ("transformers", "trl", "peft", "bitsandbytes")
+    names = ("transformers", "trl", "peft", "bitsandbytes", "convert-hf-to-gguf")
     found |= {"date": time.strftime("%Y-%m-%d"), "versions": {each: metadata.version(each) for each in names}}
     text = json.dumps(found, indent=1, sort_keys=True) + "\n"
     RESULTS.write_text(text, encoding="utf-8")
@@ -335,7 +360,7 @@ def main() -> int:
                 cells = [
                     each for each in wanted.cells if each not in known or (again and not is_good(known[each], each))
                 ]
-                if "merge" in cells and "LoRA" not in cells:
+                if not _OF_ADAPTER.keys().isdisjoint(cells) and "LoRA" not in cells:
                     cells.insert(0, "LoRA")
                 if not cells:
                     continue
