@@ -156,13 +156,11 @@ class VerifiedAccelerator(Accelerator):
             for number, model in enumerate(self._saved_models):
                 file = directory / f"model{'' if number == 0 else f'_{number}'}.safetensors"
                 if file.is_file():
-                    manifest.drop_from_cache(file)
-                    stored = {name: row.digest for name, row in sums(file).tensors.items()}
+                    stored = {name: row.digest for name, row in sums(file, from_disk=True).tensors.items()}
                     wrong += _differing(self.get_state_dict(model, unwrap=False), stored, file.name)
             for number, optimizer in enumerate(self._saved_optimizers):
                 file = directory / f"optimizer{'' if number == 0 else f'_{number}'}.bin"
                 if file.is_file():
-                    manifest.drop_from_cache(file)
                     wrong += _differing(dict(named_tensors(optimizer.state_dict())), digests_in(file), file.name)
         if wrong:
             raise CorruptionError(

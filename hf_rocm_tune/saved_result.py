@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_rocm_tune.errors import CorruptionError, UsageError, listed
 from hf_rocm_tune.models.files import sums
+from hf_rocm_tune.page_cache import open_from_disk
 from hf_rocm_tune.survive import manifest
 from hf_rocm_tune.survive.atomic import create_staging, replace_directory
 from hf_rocm_tune.transfer import Digest, QueuedDigests, named_tensors
@@ -57,8 +58,7 @@ def _write_weights(state: Mapping[str, Tensor], directory: Path) -> tuple[str, l
     file = directory / WEIGHTS_NAME
     # Tensors that share memory, such as tied weights, are written once each: the format has no sharing.
     save_file({name: _on_host(tensor) for name, tensor in state.items()}, file, metadata={"format": "pt"})
-    manifest.drop_from_cache(file)
-    stored = sums(file).tensors
+    stored = sums(file, from_disk=True).tensors
     return file.name, [name for name, digest in live.items() if name not in stored or stored[name].digest != digest]
 
 
@@ -71,7 +71,6 @@ def _write_state(state: Mapping[str, Any], directory: Path) -> tuple[str, list[s
     live = digests_of(dict(named_tensors(state)))
     file = directory / STATE_NAME
     torch.save(state, file)
-    manifest.drop_from_cache(file)
     stored = digests_in(file)
     return file.name, [name for name, digest in live.items() if stored.get(name) != digest]
 
@@ -83,5 +82,6 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
 
 
 def digests_in(file: Path) -> dict[str, Digest]:
-    """The digests of the tensors in a file of ``torch.save`` that this process has just written."""
-    return digests_of(dict(named_tensors(torch.load(file, map_location="cpu", mmap=True, weights_only=False))))
+    """The digests of the tensors in a file of ``torch.save`` that this process has just written, as it lies on disk."""
+    with open_from_disk(file):  # what is mapped then comes from there
+        return digests_of(dict(named_tensors(torch.load(file, map_location="cpu", mmap=True, weights_only=False))))

@@ -29,7 +29,7 @@ SOURCE = Path(__file__).resolve().parent.parent / PACKAGE
 # From low to high. A module that is not named is an entry point.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"counters", "errors", "version", "redaction"}),
-    frozenset({"configs", "foreign", "host_group", "paths", "safetensors_header", "upstream"}),
+    frozenset({"configs", "foreign", "host_group", "page_cache", "paths", "safetensors_header", "upstream"}),
     frozenset({"machine"}),
     frozenset({"transfer"}),
     frozenset({"data", "models"}),
@@ -48,6 +48,7 @@ NO_HUGGING_FACE = frozenset(
         "errors",
         "version",
         "redaction",
+        "page_cache",
         "paths",
         "configs",
         "foreign",

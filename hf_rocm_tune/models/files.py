@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_rocm_tune.errors import CorruptionError, UsageError
 from hf_rocm_tune.foreign import RefusedName, check_printable, checked_name, checked_names, file_in, read_object
+from hf_rocm_tune.page_cache import open_from_disk
 from hf_rocm_tune.safetensors_header import parse_header
 from hf_rocm_tune.transfer import Digest, combine, digest
 
@@ -374,8 +375,14 @@ class FileSums:
     tensors: dict[str, StoredTensor]
 
 
-def sums(file: Path) -> FileSums:
-    """Read a file once, piece by piece: what is hashed and digested is the same bytes, and none of them are kept."""
+def sums(file: Path, *, from_disk: bool = False) -> FileSums:
+    """Read a file once, piece by piece: what is hashed and digested is the same bytes, and none of them are kept.
+
+    ``from_disk``: as it lies there, not as the system's cache has it, where the file system can tell them apart.
+    """
+    if from_disk:
+        with open_from_disk(file) as stream:
+            return _sums(stream)
     with file.open("rb") as stream:
         return _sums(stream)
 

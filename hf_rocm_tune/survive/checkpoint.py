@@ -335,7 +335,7 @@ class Checkpoints:
                 "transformers is not supported, install the one named in pyproject.toml"
             )
         for own_state in self._own_states():
-            own_state.write(staged)
+            own_state.write_to(staged)
 
     def _seal_checkpoint(self, staged: Path, final: Path, readbacks: dict[str, Readback]) -> None:
         for others in gather_object([readbacks]):
@@ -681,7 +681,7 @@ class Checkpoints:
             else:
                 trainer.write_model(str(directory))
         for state in states:
-            state.write(directory, fetched=fetched)
+            state.write_to(directory, fetched=fetched)
 
     def _compare(
         self, directory: Path, states: Sequence[State], plain: Mapping[str, Tensor] | None

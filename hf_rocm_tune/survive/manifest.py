@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from hf_rocm_tune.foreign import RefusedName, check_printable, checked_name, file_in, read_object
+from hf_rocm_tune.page_cache import open_from_disk
 from hf_rocm_tune.survive.atomic import write_text_atomic
 
 MANIFEST_NAME = "integrity.json"
@@ -139,7 +140,8 @@ def _check(directory: Path, name: str, entry: FileEntry) -> FileProblem | None:
         if size != entry.bytes:
             kind = "truncated" if size < entry.bytes else "changed"
             return FileProblem(name, kind, f"{size} bytes, {entry.bytes} were written")
-        there = _digest(path)
+        with open(path, "rb") as file:
+            there = _digest(file)
     except FileNotFoundError:
         return FileProblem(name, "missing", f"{entry.bytes} bytes were written")
     except RefusedName as error:
@@ -166,16 +168,16 @@ def _is_listed(directory: Path, name: Path) -> bool:
     return True
 
 
-def entry_of(path: Path) -> FileEntry:
-    drop_from_cache(path)
-    return _digest(path)
+def entry_of(path: Path, copy: BinaryIO | None = None) -> FileEntry:
+    """Size and SHA-256 of a file as it lies on disk; its content is written to ``copy``, too."""
+    with open_from_disk(path) as file:
+        return _digest(file, copy)
 
 
 @contextmanager
 def read_once(path: Path) -> Iterator[tuple[Path, FileEntry]]:
     """A file as it lies on disk, read once: the path of a sealed copy in this process's memory, size and SHA-256."""
-    drop_from_cache(path)
-    with _sealed(path.name, lambda copy: _digest(path, copy)) as sealed:
+    with _sealed(path.name, lambda copy: entry_of(path, copy)) as sealed:
         yield sealed
 
 
@@ -208,32 +210,22 @@ class PrivateCopy:
             (self.directory / name).parent.mkdir(exist_ok=True)
             (self.directory / name).symlink_to(copy)
 
-    def replace(self, name: str, content: bytes) -> None:
+    def set_content(self, name: str, content: bytes) -> None:
         """Show other content for a file; `entries` stay those of the file that was read."""
         copy, _ = self._open.enter_context(_sealed(name, lambda file: file.write(content)))
         (self.directory / name).unlink()
         (self.directory / name).symlink_to(copy)
 
 
-def drop_from_cache(path: Path) -> None:
-    """Flush a file and have the system forget its cached pages, so that the next read comes from the device."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def _digest(path: Path, copy: BinaryIO | None = None) -> FileEntry:
+def _digest(file: BinaryIO, copy: BinaryIO | None = None) -> FileEntry:
+    """Of a file's content, which is written to ``copy``, too."""
     digest = hashlib.sha256()
     size = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-            if copy is not None:
-                copy.write(chunk)
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+        if copy is not None:
+            copy.write(chunk)
     return FileEntry(bytes=size, sha256=digest.hexdigest())
 
 

@@ -248,7 +248,7 @@ def _forget_vocabulary_elsewhere(files: manifest.PrivateCopy) -> None:
         return
     content = read_object(settings)
     if content.pop("vocab_file", None) is not None:
-        files.replace(_TOKENIZER_SETTINGS, json.dumps(content, indent=2).encode())
+        files.set_content(_TOKENIZER_SETTINGS, json.dumps(content, indent=2).encode())
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, place: Callable[[Tensor, str], Tensor]) -> PeftModel:

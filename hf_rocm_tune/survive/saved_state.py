@@ -31,7 +31,7 @@ from transformers.trainer_pt_utils import safe_globals
 from hf_rocm_tune.errors import CorruptionError, MemoryFaultError, UsageError, first_line
 from hf_rocm_tune.models.files import sums
 from hf_rocm_tune.models.shards import local, own_part
-from hf_rocm_tune.survive.manifest import FileEntry, drop_from_cache, read_once
+from hf_rocm_tune.survive.manifest import FileEntry, read_once
 from hf_rocm_tune.survive.saved_adapter import set_tensors
 from hf_rocm_tune.transfer import digest, host_copy, map_tensors
 
@@ -64,7 +64,7 @@ class State:
     every_rank: bool = False  # or the first rank only
     of_model: bool = False  # written with --save_only_model, too
 
-    def write(self, directory: Path, *, fetched: bool = False) -> None:
+    def write_to(self, directory: Path, *, fetched: bool = False) -> None:
         """``fetched``: from copies on the host that were compared with the device."""
         save = self.save or torch.save
         content = self.live()
@@ -198,8 +198,7 @@ def _live_model(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], 
 def _compare_tensors(directory: Path, file: str, live: Mapping[str, Tensor], required: set[str]) -> Readback:
     path = directory / file
     try:
-        drop_from_cache(path)
-        saved = sums(path)
+        saved = sums(path, from_disk=True)
         with safe_open(path, framework="pt") as opened:  # what its header says must be valid
             required = required | set(opened.keys())
     except (OSError, SafetensorError) as error:

@@ -26,6 +26,7 @@ from hf_rocm_tune.plan.request import (
     public_model,
 )
 from hf_rocm_tune.plan.sample import build
+from hf_rocm_tune.plan.strategies import advice
 from hf_rocm_tune.settings import arguments
 from tests import tiny
 from tests.small_models import EXPERTS, SMALL
@@ -269,6 +270,20 @@ def test_a_refusal_of_one_method_is_told_and_the_other_planned(monkeypatch: pyte
     found = _small()
     assert list(found.variants) == ["lora"]
     assert any("not in four bits" in note for note in found.notes)
+
+
+def test_advice_to_a_training_job_is_in_its_own_flags() -> None:
+    asked = PlanRequest(length=512, effective_batch=4, methods=("full", "lora"), evaluates=False)
+    bare, config = replace(CARD, desktop=0, context=0), config_of(SMALL_LLAMA)
+    least = {"full": 0.0, "lora": 0.0}
+    for option in plan_for(asked, card=bare, config=config).every:
+        least[option.variant] = min(least[option.variant] or option.total, option.total)
+    between = int((least["full"] + least["lora"]) / 2)
+    assert least["lora"] < between < least["full"]
+    plan = plan_for(replace(asked, methods=("full",)), card=replace(bare, usable=between), config=config)
+    said = advice(plan, training=True)
+    assert plan.choice is None and "--use_peft true" in said and "--load_in_4bit" in said
+    assert "--method" not in said and "--seq" not in said
 
 
 def test_a_case_is_recorded_once_and_at_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
