@@ -93,7 +93,7 @@ PLACES = [(ADAPTER, 3), ("optimizer.pt", 1)]
 PLACES += [
     pytest.param(file, nth, marks=pytest.mark.long)
     for file in (ADAPTER, *STATES)
-    for nth in range(1, 6)
+    for nth in range(1, 6 if file in (ADAPTER, "trainer_state.json") else 5)  # the others are opened four times
     if (file, nth) not in PLACES
 ]
 
@@ -112,7 +112,7 @@ def test_a_bit_that_flips_while_a_checkpoint_is_saved(job: Job, tmp_path: Path, 
 @pytest.mark.parametrize("file", [ADAPTER, pytest.param("optimizer.pt", marks=pytest.mark.long)])
 def test_files_that_are_bad_five_times_are_good_the_sixth(job: Job, tmp_path: Path, file: str, seed: int) -> None:
     output = tmp_path / "out"
-    result = attacked(job, output, {"file": file, "nth": 1, "times": 10, "seed": seed})  # each is opened twice
+    result = attacked(job, output, {"file": file, "nth": 1, "times": 5, "seed": seed})  # each is opened once to be read
     check(job, result, output)
     assert result.code == 0 and result.stderr.count("written again") in range(3, 6)
 
