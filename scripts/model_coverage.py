@@ -290,7 +290,7 @@ def _shares(rows: Iterable[dict[str, str]]) -> str:
     shares = []
     for cell in CELLS:
         results = [row[cell] for row in rows if row.get(cell, UNKNOWN) != UNKNOWN]
-        shares.append(_share([is_good(result, cell) for result in results]))
+        shares.append(_share([is_good(result, cell) for result in results]) if results else "not tried")
     both = [all(is_good(row.get(cell, ""), cell) for cell in ("LoRA", "plan")) for row in rows]
     return " | ".join([*shares, _share(both)])
 

@@ -161,22 +161,15 @@ def _trained_small(
     return model, server.run(*words, *more)
 
 
-def test_a_name_that_layers_of_other_kinds_have_as_well_is_adapted_by_its_paths(
-    server: CommandServer, tmp_path: Path
+@pytest.mark.parametrize("model_type", ["inkling2", "nemotron_h_omni"])
+def test_layers_that_no_adapter_fits_are_left_out_of_the_plan(
+    model_type: str, server: CommandServer, tmp_path: Path
 ) -> None:
-    """Inkling 2 has convolutions and norms beside experts that are called as the linear layers of its tower are."""
-    architecture = small_versions.model_types("image-text")["inkling2"]
-    small_versions.small_config("inkling2", architecture, {}).save_pretrained(tmp_path)
-    words = flags(model=tmp_path, gpu="rx7900xt", seq=64, method="lora")
-    assert "fits" in done(server.run(*words, "--json", env={"VERB": "plan"})).stdout
-
-
-def test_an_output_head_that_only_the_language_model_names_has_no_adapter_and_is_planned(
-    server: CommandServer, tmp_path: Path
-) -> None:
-    """Nemotron H Omni's, on which PEFT would put one."""
-    architecture = small_versions.model_types("image-text")["nemotron_h_omni"]
-    small_versions.small_config("nemotron_h_omni", architecture, {}).save_pretrained(tmp_path)
+    """Inkling 2 has convolutions and norms beside experts that are called as the linear layers of its tower are: these
+    are adapted by their paths. Only Nemotron H Omni's language model names its output head, on which PEFT would put an
+    adapter."""
+    architecture = small_versions.model_types("image-text")[model_type]
+    small_versions.small_config(model_type, architecture, {}).save_pretrained(tmp_path)
     words = flags(model=tmp_path, gpu="rx7900xt", seq=64, method="lora")
     assert "fits" in done(server.run(*words, "--json", env={"VERB": "plan"})).stdout
 
